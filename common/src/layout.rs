@@ -20,8 +20,12 @@
 //!                 │ headers   │ vectors   │ lists     │   40 B │ dim × size, padded to 8 │ 8 + 4·m0, padded to 8
 //!                 └───────────┴───────────┴───────────┘
 //!
+//! upper chunk     ┌───────────┬───────────┐
+//!                 │ lists     │ locks     │   UPPER_SLOTS of each: 8 + 8·m │ 8 B, one holder word per list
+//!                 └───────────┴───────────┘
+//!
 //! header (40 B)   lock u64 │ meta u64 │ inserter u64 │ id low u64 │ id high u64
-//!   lock            0, or holder: session u32 << 32 | nonce u32
+//!   lock            of the level-0 list: 0, or holder: session u32 << 32 | nonce u32
 //!   meta            state u8 │ level u8 │ id kind u8 │ 0 u8 │ upper index u32
 //!   inserter        holder word of the unfinished insert, 0 once live
 //!
@@ -33,7 +37,8 @@
 //! ```
 //!
 //! Invariant: every address a verb touches atomically is 8-byte aligned, and a node's lock, header, vector and
-//! level-0 list lie in one region, so that one memory node's lease decides about all of them.
+//! level-0 list lie in one region, so that one memory node's lease decides about all of them. The same holds for
+//! an upper list and its lock.
 
 use rkyv::{Archive, Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
@@ -89,7 +94,7 @@ pub mod collection {
 pub const HEADER_BYTES: u64 = 40;
 /// Offsets inside a node header.
 pub mod header {
-    /// Lock word of the node's lists.
+    /// Lock word of the node's level-0 list.
     pub const LOCK: u64 = 0;
     /// State, level, id kind and upper index.
     pub const META: u64 = 8;
@@ -246,7 +251,7 @@ impl CollectionParams {
 
     /// Bytes of an upper chunk.
     pub fn upper_chunk_bytes(&self) -> u64 {
-        round_up(u64::from(UPPER_SLOTS) * self.upper_stride(), 64)
+        round_up(u64::from(UPPER_SLOTS) * (self.upper_stride() + 8), 64)
     }
 
     /// Chunk and slot of a node.
@@ -285,6 +290,13 @@ impl CollectionParams {
     #[inline]
     pub fn upper_at(&self, chunk: RemotePtr, slot: u32) -> RemotePtr {
         chunk.add(u64::from(slot) * self.upper_stride())
+    }
+
+    /// Address of the lock word of an upper list in the upper chunk at `chunk`. It lies beside the list and not in
+    /// the node's header, which may be on another memory node: a lock protects only what its own memory node fences.
+    #[inline]
+    pub fn upper_lock_at(&self, chunk: RemotePtr, slot: u32) -> RemotePtr {
+        chunk.add(u64::from(UPPER_SLOTS) * self.upper_stride() + u64::from(slot) * 8)
     }
 
     /// Offset, in the home region, of entry `chunk` of the chunk table.
@@ -624,6 +636,16 @@ mod tests {
             let (last, len) = spans.last().unwrap();
             assert!(last.offset() + len <= base.offset() + p.chunk_bytes());
         }
+    }
+
+    #[test]
+    fn parts_of_an_upper_chunk_do_not_overlap() {
+        let p = params();
+        let base = RemotePtr::new(RegionId(2), 64);
+        let last_list = p.upper_at(base, UPPER_SLOTS - 1).offset() + p.upper_stride();
+        assert!(last_list <= p.upper_lock_at(base, 0).offset());
+        assert!(p.upper_lock_at(base, UPPER_SLOTS - 1).offset() + 8 <= base.offset() + p.upper_chunk_bytes());
+        assert_eq!(p.upper_lock_at(base, 0).offset() % 8, 0);
     }
 
     #[test]
