@@ -128,7 +128,18 @@ impl fmt::Debug for CollectionId {
 
 /// Version of a map, or of a region's place and content. Larger is newer; zero means *none yet*.
 #[derive(
-    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Archive, Serialize, Deserialize, serde::Serialize,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Default,
+    Archive,
+    Serialize,
+    Deserialize,
+    serde::Serialize,
 )]
 #[repr(transparent)]
 pub struct Epoch(pub u64);

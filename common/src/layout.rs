@@ -185,7 +185,12 @@ impl CollectionParams {
         let check = |ok: bool, field, given, expected: String| {
             if ok { Ok(()) } else { Err(BadParam { field, given, expected }) }
         };
-        check((1..=DIMENSION_MAX as u32).contains(&dim), "dimension", dim.into(), format!("1 to {DIMENSION_MAX}"))?;
+        check(
+            (1..=DIMENSION_MAX as u32).contains(&dim),
+            "dimension",
+            dim.into(),
+            format!("1 to {DIMENSION_MAX}"),
+        )?;
         check(M_RANGE.contains(&m), "m", m.into(), format!("{} to {}", M_RANGE.start(), M_RANGE.end()))?;
         check(
             (1..=EF_MAX).contains(&ef_construction),
@@ -276,7 +281,8 @@ impl CollectionParams {
     #[inline]
     pub fn list_at(&self, chunk: RemotePtr, slot: u32) -> RemotePtr {
         chunk.add(
-            u64::from(self.slots) * (HEADER_BYTES + self.vector_stride()) + u64::from(slot) * self.list_stride(),
+            u64::from(self.slots) * (HEADER_BYTES + self.vector_stride())
+                + u64::from(slot) * self.list_stride(),
         )
     }
 
@@ -341,8 +347,15 @@ impl CollectionParams {
         let mut hash = Xxh3Default::new();
         hash.update(&LAYOUT_VERSION.to_le_bytes());
         hash.update(&[self.dtype as u8, self.metric as u8]);
-        for word in [self.dim, self.m, self.m0, self.ef_construction, self.slots, self.max_chunks, self.max_upper_chunks]
-        {
+        for word in [
+            self.dim,
+            self.m,
+            self.m0,
+            self.ef_construction,
+            self.slots,
+            self.max_chunks,
+            self.max_upper_chunks,
+        ] {
             hash.update(&word.to_le_bytes());
         }
         hash.update(&self.id_buckets.to_le_bytes());
@@ -576,7 +589,9 @@ pub struct IdSlot {
 impl IdSlot {
     /// The word in remote memory.
     pub fn to_word(self) -> u64 {
-        (self.state as u64) << 62 | u64::from(self.fingerprint & ((1 << 30) - 1)) << 32 | u64::from(self.node.0)
+        (self.state as u64) << 62
+            | u64::from(self.fingerprint & ((1 << 30) - 1)) << 32
+            | u64::from(self.node.0)
     }
 
     /// Decodes a word; `None` if it is not one that we write.
@@ -618,7 +633,8 @@ mod tests {
 
     #[test]
     fn parts_of_a_chunk_do_not_overlap_and_are_aligned() {
-        for (dtype, dim, m) in [(DType::I8, 100, 16), (DType::F32, 1, 2), (DType::F16, 333, 32), (DType::F32, 32_768, 256)]
+        for (dtype, dim, m) in
+            [(DType::I8, 100, 16), (DType::F32, 1, 2), (DType::F16, 333, 32), (DType::F32, 32_768, 256)]
         {
             let p = CollectionParams::new(dtype, Metric::L2, dim, m, 200, 1000, 3).unwrap();
             let base = RemotePtr::new(RegionId(2), 64);
@@ -656,7 +672,10 @@ mod tests {
         assert!(p.first_free(0) >= p.id_segment_at(0) + p.id_segment_bytes());
         for bucket in [0, 1, p.id_buckets - 1] {
             let (index, at) = p.id_bucket_at(bucket);
-            assert!(at >= p.id_segment_at(index) && at + ID_BUCKET_BYTES <= p.first_free(index.into()), "{bucket}");
+            assert!(
+                at >= p.id_segment_at(index) && at + ID_BUCKET_BYTES <= p.first_free(index.into()),
+                "{bucket}"
+            );
         }
     }
 
@@ -702,7 +721,9 @@ mod tests {
 
     #[test]
     fn parameters_out_of_range_are_named() {
-        let field = |dim, m, ef, cap| CollectionParams::new(DType::I8, Metric::L2, dim, m, ef, cap, 1).unwrap_err().field;
+        let field = |dim, m, ef, cap| {
+            CollectionParams::new(DType::I8, Metric::L2, dim, m, ef, cap, 1).unwrap_err().field
+        };
         assert_eq!(field(0, 16, 200, 1), "dimension");
         assert_eq!(field(4, 1, 200, 1), "m");
         assert_eq!(field(4, 16, 0, 1), "ef_construction");

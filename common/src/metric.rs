@@ -1,24 +1,51 @@
 //! Element types, metrics and distances.
 //!
 //! A distance is an `f32`, smaller is nearer: squared Euclidean (`L2`), minus the inner product (`Ip`), one minus
-//! the cosine (`Cosine`). Vectors stay in their native type in memory and on the wire.
+//! the cosine (`Cosine`, 0 to 2; 1 if a vector is zero). Vectors stay in their native type in memory and on the wire.
+//! What comes from outside passes [`validate`]; then every distance is finite.
 //!
 //! Invariant: for one pair of vectors every [`SimdLevel`] gives the same bits. Integer sums are exact; float sums
-//! run in one fixed 16-lane order without fused multiply-add.
+//! run in one fixed 16-lane order without fused multiply-add. No distance is NaN or −0, so `total_cmp`, `<` and an
+//! order of bits agree.
+//!
+//! ```
+//! use shine_common::metric::{DType, Distance, Metric, from_f64};
+//! let distance = Distance::new(Metric::L2, DType::I8, 3);
+//! let (a, b) = (from_f64(DType::I8, &[1.0, 2.0, 3.0])?, from_f64(DType::I8, &[1.0, 0.0, 0.0])?);
+//! assert_eq!(distance.eval(&a, &b), 13.0);
+//! # Ok::<(), shine_common::metric::BadElement>(())
+//! ```
 
 mod kernels;
+#[cfg(test)]
+mod tests;
+mod values;
 
 use std::fmt;
 use std::str::FromStr;
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+pub use values::{
+    BadElement, BadVector, COSINE_NORM_SQUARED_MIN, NORM_SQUARED_MAX, from_f64, to_f32, validate,
+};
+
 /// Largest dimension of a vector: the widest sum (255² per element) then fits 32 bits.
 pub const DIMENSION_MAX: usize = 32_768;
 
 /// Element type of a vector, little-endian in memory, on the wire and in files.
 #[derive(
-    Clone, Copy, PartialEq, Eq, Hash, Debug, Archive, Serialize, Deserialize, serde::Serialize, serde::Deserialize,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Hash,
+    Debug,
+    Archive,
+    Serialize,
+    Deserialize,
+    serde::Serialize,
+    serde::Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -81,7 +108,17 @@ impl FromStr for DType {
 
 /// How two vectors are compared.
 #[derive(
-    Clone, Copy, PartialEq, Eq, Hash, Debug, Archive, Serialize, Deserialize, serde::Serialize, serde::Deserialize,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Hash,
+    Debug,
+    Archive,
+    Serialize,
+    Deserialize,
+    serde::Serialize,
+    serde::Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Metric {
@@ -122,7 +159,7 @@ pub enum SimdLevel {
     Scalar,
     /// AVX2 with F16C.
     Avx2,
-    /// AVX-512 F and BW.
+    /// AVX-512 F, BW and VL, on a CPU that also has the level below.
     Avx512,
 }
 
@@ -155,7 +192,9 @@ impl FromStr for SimdLevel {
             "scalar" => Ok(Self::Scalar),
             "avx2" => Ok(Self::Avx2),
             "avx512" => Ok(Self::Avx512),
-            _ => Err(UnknownName { what: "simd level", given: text.into(), expected: "scalar, avx2, avx512" }),
+            _ => {
+                Err(UnknownName { what: "simd level", given: text.into(), expected: "scalar, avx2, avx512" })
+            }
         }
     }
 }
@@ -172,7 +211,14 @@ pub struct Distance {
 
 impl fmt::Debug for Distance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Distance({} {} x{} {})", self.metric, self.dtype, self.bytes / self.dtype.size(), self.simd)
+        write!(
+            f,
+            "Distance({} {} x{} {})",
+            self.metric,
+            self.dtype,
+            self.bytes / self.dtype.size(),
+            self.simd
+        )
     }
 }
 
@@ -222,6 +268,7 @@ impl Distance {
     #[inline]
     pub fn eval(&self, a: &[u8], b: &[u8]) -> f32 {
         assert!(a.len() == self.bytes && b.len() == self.bytes, "a vector here is {} bytes", self.bytes);
-        (self.kernel)(a, b)
+        // SAFETY: `with_simd` made sure that this CPU has the level of the kernel.
+        unsafe { (self.kernel)(a, b) }
     }
 }

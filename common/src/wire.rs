@@ -121,7 +121,9 @@ pub enum FaultCode {
 }
 
 /// A failure as it crosses the wire.
-#[derive(Clone, PartialEq, Eq, Debug, Archive, Serialize, Deserialize, thiserror::Error, serde::Serialize)]
+#[derive(
+    Clone, PartialEq, Eq, Debug, Archive, Serialize, Deserialize, thiserror::Error, serde::Serialize,
+)]
 #[error("{message}")]
 pub struct Fault {
     /// Kind.
@@ -638,7 +640,10 @@ pub struct CheckReport {
 impl CheckReport {
     /// Whether nothing that must be 0 is above it.
     pub fn is_sound(&self) -> bool {
-        self.links_out_of_range == 0 && self.bad_lists == 0 && self.ids_missing == 0 && self.ids_duplicate == 0
+        self.links_out_of_range == 0
+            && self.bad_lists == 0
+            && self.ids_missing == 0
+            && self.ids_duplicate == 0
     }
 }
 

@@ -74,7 +74,9 @@ impl ReadBatch {
         self.reply_bytes += len as usize;
         self.offsets.push(at.offset());
         match self.groups.last_mut() {
-            Some(last) if last.region == at.region() && last.len == len && last.epoch == epoch => last.count += 1,
+            Some(last) if last.region == at.region() && last.len == len && last.epoch == epoch => {
+                last.count += 1
+            }
             _ => self.groups.push(ReadGroup { region: at.region(), epoch, len, count: 1 }),
         }
     }
@@ -151,7 +153,11 @@ impl WriteBatch {
         let start = self.data.len();
         self.data.resize(start + len, 0);
         fill(&mut self.data[start..]);
-        self.parts.push(WritePart { at, epoch, len: u32::try_from(len).expect("a batch is far below 4 GiB") });
+        self.parts.push(WritePart {
+            at,
+            epoch,
+            len: u32::try_from(len).expect("a batch is far below 4 GiB"),
+        });
     }
 
     /// The parts, in order.
@@ -324,8 +330,11 @@ pub trait Verbs: Send + Sync + 'static {
     fn is_lost(&self) -> bool;
 
     /// Gathers all items of `batch` in one round trip.
-    fn read(&self, batch: ReadBatch, deadline: Instant)
-    -> impl Future<Output = Result<ReadReply, VerbError>> + Send;
+    fn read(
+        &self,
+        batch: ReadBatch,
+        deadline: Instant,
+    ) -> impl Future<Output = Result<ReadReply, VerbError>> + Send;
 
     /// Writes all parts of `batch` in one round trip, in any order.
     fn write(
