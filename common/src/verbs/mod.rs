@@ -11,7 +11,8 @@
 //! - The parts of one WRITE batch land in any order. A batch is complete when its future is: after that every
 //!   later verb, of any session, sees all of it.
 //! - COMPARE_SWAP and FETCH_ADD are atomic among themselves and against READ and WRITE of the same word.
-//! - Calls in flight together are not ordered. SENDs of one session arrive in the order in which they were called.
+//! - Calls in flight together are not ordered. SENDs of one session arrive in the order in which their futures were
+//!   first polled.
 //! - Every call has a deadline and ends by it, with an answer or an error. After an error other than the typed
 //!   refusals ([`VerbError::is_refusal`]) a WRITE, COMPARE_SWAP or FETCH_ADD may or may not have been applied.
 //! - Dropping a future is safe at any time: buffers are owned, the verb may or may not be applied.
@@ -278,6 +279,14 @@ pub enum VerbError {
         given: usize,
         /// The bound.
         max: usize,
+    },
+    /// The memory node's processor did not take the message.
+    #[error("{peer} refused the message: {why}")]
+    MessageRefused {
+        /// The memory node.
+        peer: Arc<str>,
+        /// Its reason.
+        why: String,
     },
     /// The session's lease ran out; only a new session may go on.
     #[error("access lease on {peer} has expired")]
