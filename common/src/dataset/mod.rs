@@ -15,6 +15,7 @@
 mod error;
 mod find;
 mod format;
+mod knn;
 mod truth;
 mod vectors;
 mod writer;
@@ -22,6 +23,7 @@ mod writer;
 pub use error::DataError;
 pub use find::{FileHash, default_root, find_file, sha256_file};
 pub use format::{Content, Format};
+pub use knn::{Progress, exact_neighbours};
 pub use truth::{Truth, write_truth};
 pub use vectors::Vectors;
 pub use writer::{AtomicFile, VectorWriter};

@@ -11,7 +11,7 @@ use memmap2::Mmap;
 
 use super::DataError;
 use super::format::{Bad, Format, Shape, parse_vectors};
-use crate::metric::{DIMENSION_MAX, DType};
+use crate::metric::{BadVector, DIMENSION_MAX, DType, Metric, validate};
 
 /// Vectors of one type and dimension; cheap to clone and to crop, shared between threads.
 ///
@@ -210,6 +210,35 @@ impl Vectors {
             if let Some(column) = values.iter().position(|value| !value.is_finite()) {
                 let value = values[column];
                 return Err(DataError::NotFinite { path: self.path().to_owned(), row, column, value });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that every vector has a distance to every other under `metric`: finite, not too large, not zero for
+    /// the cosine. Reads everything once.
+    ///
+    /// # Errors
+    /// [`DataError::NotFinite`], or which row is wrong and why.
+    pub fn check_for(&self, metric: Metric) -> Result<(), DataError> {
+        if metric != Metric::Cosine && matches!(self.dtype(), DType::U8 | DType::I8) {
+            return Ok(());
+        }
+        for (row, bytes) in self.iter().enumerate() {
+            match validate(metric, self.dtype(), bytes) {
+                Ok(()) => {}
+                Err(BadVector::NotFinite { index, value }) => {
+                    let path = self.path().to_owned();
+                    return Err(DataError::NotFinite { path, row, column: index, value });
+                }
+                Err(bad) => {
+                    let expected = format!("vectors that have a distance under {metric}");
+                    return Err(DataError::malformed(
+                        self.path(),
+                        expected,
+                        format!("row {row}, of which {bad}"),
+                    ));
+                }
             }
         }
         Ok(())
