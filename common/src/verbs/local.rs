@@ -14,7 +14,7 @@ use super::{FrameBytes, ReadBatch, ReadReply, VerbError, Verbs, WordAt, WriteBat
 use crate::ids::SessionId;
 
 /// Calls of one session that are under way at a time; further ones wait.
-pub const WINDOW_CALLS: usize = 256;
+pub const WINDOW_CALLS: usize = 64;
 
 /// An access session on a [`Host`] in the same process.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl LocalVerbs {
             return Err(self.late());
         }
         match self.window.try_acquire() {
-            Ok(permit) if !self.host.is_paused() => return Ok(permit),
+            Ok(permit) if !self.host.is_paused() => Ok(permit),
             Ok(permit) => {
                 self.wait(deadline, self.host.running()).await?;
                 Ok(permit)
@@ -209,4 +209,34 @@ impl Verbs for LocalVerbs {
             self.wait(deadline, self.session.message_ready()).await?;
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::conformance::Backend;
+    use super::*;
+
+    struct Local;
+
+    impl Backend for Local {
+        type Session = LocalVerbs;
+
+        async fn connect(&self, host: &Arc<Host>, client: &str) -> LocalVerbs {
+            LocalVerbs::connect_leased(host, client).expect("room for a session")
+        }
+
+        async fn cut(&self, session: &LocalVerbs) {
+            session.disconnect();
+        }
+
+        fn in_flight(&self, session: &LocalVerbs) -> usize {
+            session.in_flight()
+        }
+
+        fn window(&self, _bytes: usize) -> usize {
+            WINDOW_CALLS
+        }
+    }
+
+    verbs_conformance_tests!(Local);
 }

@@ -21,6 +21,7 @@
 //! - A session has a lease, renewed by any verb, judged by the memory node's monotonic clock. After it every verb is
 //!   refused with [`VerbError::LeaseExpired`], for good: a paused holder of a lock cannot overwrite its successor.
 
+#[macro_use]
 pub mod conformance;
 pub mod host;
 pub mod local;
