@@ -1,3 +1,17 @@
-//! placeholder
+//! The compute node: searches and extends the graph in the memory of memory nodes, through verbs alone. It holds no
+//! part of the graph itself.
+//!
+//! ```text
+//! node (requests, roles) ─▶ query, hnsw::insert, load, check ─▶ reader, id_table, lock, alloc ─▶ collection ─▶ fabric
+//! ```
 
+pub mod alloc;
+pub mod catalogue;
+pub mod collection;
+pub mod counters;
+pub mod fabric;
 pub mod hnsw;
+pub mod id_table;
+pub mod lock;
+pub mod query;
+pub mod reader;

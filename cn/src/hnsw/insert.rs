@@ -1,0 +1,551 @@
+//! Insertion of one vector (HNSW Alg. 1) through verbs, beside any number of others on any compute node.
+//!
+//! ```text
+//! slot ─ write record (linking) ─ claim id ─ search all levels ─ own lists ─ neighbours' lists ─ entry point ─ live
+//! ```
+//!
+//! Invariant: after every step the graph is legal. A record is reachable only once it and its lists are complete; a list
+//! changes under its lock, in one write with a checksum; the step to *live* is one COMPARE_SWAP, after which the insert
+//! is acknowledged and before which nobody gets it as an answer. An insert that fails half-way leaves a way point that
+//! is *dead*, or that the next claim of its id makes so.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::stream::{FuturesUnordered, TryStreamExt as _};
+use parking_lot::Mutex;
+use rand::{RngExt as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+use shine_common::ids::{ExternalId, NodeId, RemotePtr};
+use shine_common::layout::{
+    EntryPoint, HEADER_BYTES, LEVEL_MAX, ListView, NodeMeta, NodeState, collection as at_home,
+    encode_base_list, encode_upper_list, header, id_words,
+};
+use shine_common::verbs::Verbs;
+use shine_common::wire::{Fault, FaultCode, Receipt};
+use tracing::{debug, warn};
+
+use super::search::{Candidate, ListRef};
+use super::select::{self, Pruned};
+use crate::alloc::Slot;
+use crate::collection::{Collection, Entry};
+use crate::fabric::{Cost, Gather, WriteSet, deadline_exceeded};
+use crate::id_table::{self, Claim};
+use crate::lock::{self, Guard, HOLD_MAX, Protected};
+use crate::reader::{Reader, VectorStore, parse_list};
+
+/// Attempts on a state change whose outcome is in doubt.
+const SETTLE_MAX: u32 = 4;
+
+/// Draws levels: floor(−ln U / ln m), from one stream per compute node.
+#[derive(Debug)]
+pub struct Levels(Mutex<ChaCha8Rng>);
+
+impl Levels {
+    /// A stream seeded by the operating system.
+    pub fn from_os() -> Self {
+        Self::seeded(rand::rng().random())
+    }
+
+    /// A stream that can be replayed.
+    pub fn seeded(seed: u64) -> Self {
+        Self(Mutex::new(ChaCha8Rng::seed_from_u64(seed)))
+    }
+
+    /// The next level for a graph of `m` links per node.
+    pub fn draw(&self, m: u32) -> u8 {
+        // In (0, 1]: the logarithm is finite.
+        let u = 1.0 - self.0.lock().random::<f64>();
+        let level = -u.ln() / f64::from(m).ln();
+        (level as u64).min(LEVEL_MAX.into()) as u8
+    }
+}
+
+/// An acknowledged insert.
+#[derive(Clone, Debug)]
+pub struct Inserted {
+    /// The new node.
+    pub node: NodeId,
+    /// What it cost.
+    pub receipt: Receipt,
+}
+
+/// Adds `vector` under `id`, on a level drawn from `levels`.
+///
+/// The work runs in a task of its own: whoever waits for it may stop waiting, and it still comes to an end. After
+/// [`FaultCode::DeadlineExceeded`] the id may become visible a little later, or never.
+///
+/// # Errors
+/// [`FaultCode::IdExists`] if a live record has the id, [`FaultCode::BadRequest`] for a vector that does not fit,
+/// [`FaultCode::RegionFull`], and whatever remote memory answers.
+pub async fn insert<V: Verbs>(
+    collection: &Arc<Collection<V>>,
+    levels: &Levels,
+    id: ExternalId,
+    vector: Vec<u8>,
+    deadline: Instant,
+) -> Result<Inserted, Fault> {
+    collection.admit_ready()?;
+    collection.check_vector(&vector)?;
+    let level = levels.draw(collection.params().m);
+    let task = tokio::spawn(Insert::new(collection, id, vector, level, deadline).run());
+    match tokio::time::timeout_at(deadline.into(), task).await {
+        Ok(Ok(result)) => result,
+        Ok(Err(failure)) => {
+            Err(Fault::new(FaultCode::Internal, format!("the insert of id {id} broke off: {failure}")))
+        }
+        Err(_) => Err(deadline_exceeded(format_args!(
+            "id {id} was being inserted; whether it will be there is open"
+        ))),
+    }
+}
+
+struct Insert<V: Verbs> {
+    collection: Arc<Collection<V>>,
+    reader: Reader<V>,
+    id: ExternalId,
+    vector: Vec<u8>,
+    level: u8,
+    /// Every vector that the search has met.
+    met: VectorStore,
+    receipt: Receipt,
+}
+
+/// A link to make: `node` shall name the new node on `level`.
+#[derive(Clone, Copy, Debug)]
+struct Backlink {
+    level: u8,
+    node: NodeId,
+    upper: u32,
+}
+
+impl Backlink {
+    fn list(self) -> ListRef {
+        ListRef { node: self.node, level: self.level, upper: self.upper }
+    }
+}
+
+impl<V: Verbs> Insert<V> {
+    fn new(
+        collection: &Arc<Collection<V>>,
+        id: ExternalId,
+        vector: Vec<u8>,
+        level: u8,
+        deadline: Instant,
+    ) -> Self {
+        Self {
+            collection: Arc::clone(collection),
+            reader: Reader::new(collection, deadline),
+            id,
+            vector,
+            level,
+            met: VectorStore::default(),
+            receipt: Receipt::default(),
+        }
+    }
+
+    async fn run(mut self) -> Result<Inserted, Fault> {
+        let started = Instant::now();
+        let collection = Arc::clone(&self.collection);
+        let deadline = self.reader.deadline;
+        let slot = collection.alloc.take(&collection, self.level, deadline, &mut self.reader.cost).await?;
+        let meta = NodeMeta {
+            state: NodeState::Linking,
+            level: slot.level,
+            is_uuid: matches!(self.id, ExternalId::Uuid(_)),
+            upper: slot.upper,
+        };
+        // A record whose write is in doubt is not used again: its bytes may arrive late.
+        self.write_record(slot, meta).await?;
+        match id_table::claim(&mut self.reader, self.id, slot.node).await {
+            Ok(Claim::Won) => {}
+            Ok(Claim::Exists(holder)) => {
+                self.give_back(slot, meta).await;
+                let message =
+                    format!("collection '{}' has id {} already ({holder})", collection.name(), self.id);
+                return Err(Fault::new(FaultCode::IdExists, message));
+            }
+            Err(fault) => return Err(self.abandon(slot, meta, fault).await),
+        }
+        if let Err(fault) = self.link(slot, meta).await {
+            return Err(self.abandon(slot, meta, fault).await);
+        }
+        let live = NodeMeta { state: NodeState::Live, ..meta };
+        match self.settle(slot.node, meta, live).await {
+            Ok(true) => {}
+            Ok(false) => {
+                let message = format!(
+                    "the insert of id {} was paused for so long that another took the id over: try again",
+                    self.id
+                );
+                return Err(Fault::new(FaultCode::Unavailable, message));
+            }
+            Err(fault) => return Err(self.abandon(slot, meta, fault).await),
+        }
+        self.tidy(slot.node).await;
+        let cost = self.reader.cost;
+        self.receipt.rounds = cost.rounds;
+        self.receipt.remote_reads = cost.reads;
+        self.receipt.bytes = cost.bytes;
+        self.receipt.torn_lists = cost.torn_lists;
+        self.receipt.epoch = collection.fabric().epoch().0;
+        self.receipt.elapsed_us = started.elapsed().as_micros() as u64;
+        Ok(Inserted { node: slot.node, receipt: self.receipt })
+    }
+
+    /// Header, vector and empty lists, in one round.
+    async fn write_record(&mut self, slot: Slot, meta: NodeMeta) -> Result<(), Fault> {
+        let (collection, deadline) = (Arc::clone(&self.collection), self.reader.deadline);
+        let params = collection.params();
+        let (chunk, at) = collection.place(slot.node).expect("the chunk of a leased slot is known");
+        let header_at = params.header_at(chunk, at);
+        let session = collection.session_number(header_at, deadline).await?;
+        let inserter = u64::from(session.0) << 32 | u64::from(collection.fabric().nonce());
+        let mut set = WriteSet::new();
+        set.push_with(header_at, HEADER_BYTES as usize, |out| {
+            let [low, high] = id_words(self.id);
+            let words = [
+                (header::META, meta.to_word()),
+                (header::INSERTER, inserter),
+                (header::ID_LOW, low),
+                (header::ID_HIGH, high),
+            ];
+            for (offset, word) in words {
+                out[offset as usize..][..8].copy_from_slice(&word.to_le_bytes());
+            }
+        });
+        set.push_with(params.vector_at(chunk, at), params.vector_stride() as usize, |out| {
+            out[..self.vector.len()].copy_from_slice(&self.vector);
+        });
+        set.push_with(params.list_at(chunk, at), params.list_stride() as usize, |out| {
+            encode_base_list(out, 0, &[])
+        });
+        for level in 1..=slot.level {
+            let at = self.upper_list_at(slot, level).await?;
+            set.push_with(at, params.upper_stride() as usize, |out| encode_upper_list(out, 0, &[]));
+        }
+        collection.write(&set, deadline, &mut self.reader.cost).await
+    }
+
+    async fn upper_list_at(&mut self, slot: Slot, level: u8) -> Result<RemotePtr, Fault> {
+        let (collection, deadline) = (Arc::clone(&self.collection), self.reader.deadline);
+        let (chunk, at) =
+            collection.upper_place(slot.node, slot.upper, level, deadline, &mut self.reader.cost).await?;
+        Ok(collection.params().upper_at(chunk, at))
+    }
+
+    /// Searches, links both ways and moves the entry point up if the new node is the highest.
+    async fn link(&mut self, slot: Slot, meta: NodeMeta) -> Result<(), Fault> {
+        let collection = Arc::clone(&self.collection);
+        let deadline = self.reader.deadline;
+        let own = Entry { point: EntryPoint { node: slot.node, level: slot.level }, upper: meta.upper };
+        let mut entry = self.reader.entry().await?;
+        if entry.is_none() {
+            entry = collection.refresh_entry(deadline, &mut self.reader.cost).await?;
+        }
+        let entry = match entry {
+            Some(entry) => entry,
+            None => {
+                let at = collection.home_at(at_home::ENTRY_POINT);
+                let as_of = Instant::now();
+                let word = own.point.to_word();
+                if collection.compare_swap(at, 0, word, deadline, &mut self.reader.cost).await? == 0 {
+                    collection.set_entry(own, as_of);
+                    return Ok(());
+                }
+                let entry = collection.refresh_entry(deadline, &mut self.reader.cost).await?;
+                entry.expect("an entry point never goes away")
+            }
+        };
+        // Two nodes that are both higher than the graph would miss each other on the levels between: the second waits
+        // until the first is the entry point.
+        let mut top: Option<Guard<V>> = None;
+        let mut entry = entry;
+        if slot.level > entry.point.level {
+            let at = collection.home_at(at_home::ENTRY_LOCK);
+            let guard =
+                lock::acquire(&collection, at, Protected::EntryPoint, deadline, &mut self.reader.cost)
+                    .await?;
+            let fresh = collection.refresh_entry(deadline, &mut self.reader.cost).await?;
+            entry = fresh.expect("an entry point never goes away");
+            if slot.level > entry.point.level {
+                top = Some(guard);
+            } else {
+                guard.release(&mut self.reader.cost).await?;
+            }
+        }
+        let backlinks = self.choose(slot, entry).await?;
+        self.link_back(slot, meta.upper, &backlinks).await?;
+        if let Some(mut guard) = top {
+            let at = collection.home_at(at_home::ENTRY_POINT);
+            let as_of = Instant::now();
+            let (old, new) = (entry.point.to_word(), own.point.to_word());
+            let was = guard.compare_swap(at, old, new, &mut self.reader.cost).await?;
+            if was != old {
+                let message = format!("the entry point changed to {was:#x} under its lock");
+                return Err(Fault::new(FaultCode::Internal, message));
+            }
+            collection.set_entry(own, as_of);
+            guard.release(&mut self.reader.cost).await?;
+        }
+        Ok(())
+    }
+
+    /// Finds the neighbours on every level and writes the new node's own lists. Nobody can reach them yet, so they need
+    /// no lock.
+    async fn choose(&mut self, slot: Slot, entry: Entry) -> Result<Vec<Backlink>, Fault> {
+        let collection = Arc::clone(&self.collection);
+        let params = collection.params();
+        let mut levels: Vec<(u8, Vec<Candidate>)> = Vec::new();
+        let mut scratch = collection.scratch();
+        scratch.search.reset(entry.point, entry.upper, params.ef_construction as usize, slot.level);
+        self.reader
+            .drive(&mut scratch, &self.vector, Some(&mut self.met), |level, search| {
+                levels.push((level, search.results().to_vec()));
+            })
+            .await?;
+        let stats = scratch.search.stats();
+        (self.receipt.hops, self.receipt.distances) = (stats.hops, stats.distances);
+        drop(scratch);
+        let mut backlinks = Vec::new();
+        let mut set = WriteSet::new();
+        let mut chosen = Vec::new();
+        for (level, candidates) in levels {
+            let met = &self.met;
+            let pair = |a, b| collection.distance().eval(met.vector(a), met.vector(b));
+            select::heuristic(&candidates, params.m as usize, Pruned::Drop, pair, &mut chosen);
+            if level == 0 {
+                let (chunk, at) = collection.place(slot.node).expect("the chunk of a leased slot is known");
+                let nodes: Vec<_> = chosen.iter().map(Candidate::node).collect();
+                set.push_with(params.list_at(chunk, at), params.list_stride() as usize, |out| {
+                    encode_base_list(out, 1, &nodes);
+                });
+            } else {
+                let at = self.upper_list_at(slot, level).await?;
+                let nodes: Vec<_> = chosen.iter().map(|c| (c.node(), c.upper())).collect();
+                set.push_with(at, params.upper_stride() as usize, |out| encode_upper_list(out, 1, &nodes));
+            }
+            backlinks.extend(chosen.iter().map(|c| Backlink { level, node: c.node(), upper: c.upper() }));
+        }
+        collection.write(&set, self.reader.deadline, &mut self.reader.cost).await?;
+        Ok(backlinks)
+    }
+
+    /// Enters the new node into its neighbours' lists, all beside each other; each holds one lock at a time.
+    async fn link_back(&mut self, slot: Slot, upper: u32, backlinks: &[Backlink]) -> Result<(), Fault> {
+        self.prefetch(backlinks).await?;
+        let this = &*self;
+        let mut updates: FuturesUnordered<_> =
+            backlinks.iter().map(|link| this.add_to_list(*link, slot.node, upper)).collect();
+        let mut sum = Cost::default();
+        let mut rounds = 0;
+        while let Some(cost) = updates.try_next().await? {
+            // They run beside each other: the longest counts.
+            rounds = rounds.max(cost.rounds);
+            sum.merge(Cost { rounds: 0, ..cost });
+        }
+        drop(updates);
+        self.reader.cost.merge(Cost { rounds, ..sum });
+        Ok(())
+    }
+
+    /// Reads the neighbours' lists, and of the full ones the vectors that the search has not met: what choosing again
+    /// needs is then at hand before any lock is taken.
+    async fn prefetch(&mut self, backlinks: &[Backlink]) -> Result<(), Fault> {
+        let refs: Vec<_> = backlinks.iter().map(|link| link.list()).collect();
+        if refs.is_empty() {
+            return Ok(());
+        }
+        let mut gather = Gather::new();
+        self.reader.lists(&refs, &mut gather).await?;
+        let mut missing = Vec::new();
+        for (i, list) in refs.iter().enumerate() {
+            let view = parse_list(list.level, gather.get(i)).expect("checked by `lists`");
+            let entries = entries(list.level, view);
+            if entries.len() >= self.room(list.level) {
+                missing
+                    .extend(entries.iter().map(|(node, _)| *node).filter(|node| !self.met.contains(*node)));
+            }
+        }
+        missing.sort_unstable();
+        missing.dedup();
+        fetch_vectors(&mut self.reader, &missing, &mut self.met).await
+    }
+
+    fn room(&self, level: u8) -> usize {
+        let params = self.collection.params();
+        (if level == 0 { params.m0 } else { params.m }) as usize
+    }
+
+    /// Adds the new node to one list, under its lock; chooses anew among all if the list is full.
+    async fn add_to_list(&self, link: Backlink, node: NodeId, upper: u32) -> Result<Cost, Fault> {
+        let collection = &self.collection;
+        let params = collection.params();
+        let deadline = self.reader.deadline;
+        let mut reader = Reader::new(collection, deadline);
+        let (lock_at, list_at, stride) = if link.level == 0 {
+            collection.learn([link.node], deadline, &mut reader.cost).await?;
+            let (chunk, at) = collection.place(link.node).expect("learnt above");
+            (params.header_at(chunk, at).add(header::LOCK), params.list_at(chunk, at), params.list_stride())
+        } else {
+            let (chunk, at) =
+                collection.upper_place(link.node, link.upper, link.level, deadline, &mut reader.cost).await?;
+            (params.upper_lock_at(chunk, at), params.upper_at(chunk, at), params.upper_stride())
+        };
+        let what = Protected::List(link.list());
+        let mut guard = lock::acquire(collection, lock_at, what, deadline, &mut reader.cost).await?;
+        let mut gather = Gather::new();
+        gather.push(list_at, stride);
+        guard.gather(&mut gather, &mut reader.cost).await?;
+        let view =
+            parse_list(link.level, gather.get(0)).map_err(|error| reader.bad_list(&link.list(), error))?;
+        let version = view.version();
+        let mut entries = entries(link.level, view);
+        if entries.iter().any(|(other, _)| *other == node) {
+            guard.release(&mut reader.cost).await?;
+            return Ok(reader.cost);
+        }
+        entries.push((node, upper));
+        let room = self.room(link.level);
+        if entries.len() > room {
+            // What the list gained since the prefetch.
+            let missing: Vec<_> = entries
+                .iter()
+                .map(|(other, _)| *other)
+                .filter(|other| *other != node && !self.met.contains(*other))
+                .collect();
+            let mut late = VectorStore::default();
+            fetch_vectors(&mut reader, &missing, &mut late).await?;
+            let vector = |of: NodeId| {
+                if of == node {
+                    self.vector.as_slice()
+                } else {
+                    self.met.get(of).unwrap_or_else(|| late.vector(of))
+                }
+            };
+            let distance = collection.distance();
+            let base = vector(link.node);
+            let mut candidates: Vec<_> = entries
+                .iter()
+                .map(|(other, upper)| Candidate::new(distance.eval(base, vector(*other)), *other, *upper))
+                .collect();
+            candidates.sort_unstable();
+            candidates.dedup();
+            let mut chosen = Vec::with_capacity(room);
+            let pair = |a, b| distance.eval(vector(a), vector(b));
+            select::heuristic(&candidates, room, Pruned::Drop, pair, &mut chosen);
+            entries.clear();
+            entries.extend(chosen.iter().map(|c| (c.node(), c.upper())));
+        }
+        let mut set = WriteSet::new();
+        set.push_with(list_at, stride as usize, |out| {
+            let version = version.wrapping_add(1);
+            if link.level == 0 {
+                let nodes: Vec<_> = entries.iter().map(|(node, _)| *node).collect();
+                encode_base_list(out, version, &nodes);
+            } else {
+                encode_upper_list(out, version, &entries);
+            }
+        });
+        guard.write(&set, &mut reader.cost).await?;
+        guard.release(&mut reader.cost).await?;
+        Ok(reader.cost)
+    }
+
+    /// Changes the state of the new node, also where the first answer is lost; whether it is now `new`.
+    async fn settle(&mut self, node: NodeId, old: NodeMeta, new: NodeMeta) -> Result<bool, Fault> {
+        let mut failed = None;
+        for _ in 0..SETTLE_MAX {
+            let deadline = Instant::now() + HOLD_MAX;
+            let (chunk, slot) = self.collection.place(node).expect("the chunk of a leased slot is known");
+            let at = self.collection.params().header_at(chunk, slot).add(header::META);
+            let (old, new) = (old.to_word(), new.to_word());
+            match self.collection.compare_swap(at, old, new, deadline, &mut self.reader.cost).await {
+                // Nobody else writes `new` there, so that it is there already means that an earlier try has done it.
+                Ok(was) => return Ok(was == old || was == new),
+                Err(fault) => failed = Some(fault),
+            }
+        }
+        Err(failed.expect("there was a try"))
+    }
+
+    /// After the fact: the count of live vectors, and the inserter's word. Neither is waited for longer than the
+    /// deadline, and neither decides anything.
+    async fn tidy(&mut self, node: NodeId) {
+        let collection = &self.collection;
+        let deadline = self.reader.deadline;
+        let (chunk, slot) = collection.place(node).expect("the chunk of a leased slot is known");
+        let mut set = WriteSet::new();
+        set.push_word(collection.params().header_at(chunk, slot).add(header::INSERTER), 0);
+        let (mut a, mut b) = (Cost::default(), Cost::default());
+        let count = collection.fetch_add(collection.home_at(at_home::LIVE_COUNT), 1, deadline, &mut a);
+        let clear = collection.write(&set, deadline, &mut b);
+        let (count, clear) = futures_util::join!(count, clear);
+        for fault in [count.err(), clear.err()].into_iter().flatten() {
+            debug!(%node, %fault, "after an insert");
+        }
+        self.reader.cost.merge(Cost { rounds: a.rounds.max(b.rounds), ..a });
+        self.reader.cost.merge(Cost { rounds: 0, ..b });
+    }
+
+    /// The loser of a claim was never linked and no id names it: its slot can be filled again.
+    async fn give_back(&mut self, slot: Slot, meta: NodeMeta) {
+        let empty = NodeMeta { state: NodeState::Empty, ..meta };
+        match self.settle(slot.node, meta, empty).await {
+            Ok(true) => self.collection.alloc.give_back(slot),
+            result => debug!(node = %slot.node, ?result, "the slot of a refused insert is lost"),
+        }
+    }
+
+    /// Makes a record dead that may be linked or named by its id, so that it is never an answer and its id is free.
+    async fn abandon(&mut self, slot: Slot, meta: NodeMeta, fault: Fault) -> Fault {
+        let dead = NodeMeta { state: NodeState::Dead, ..meta };
+        if let Err(second) = self.settle(slot.node, meta, dead).await {
+            warn!(node = %slot.node, %fault, %second, "an insert was left unfinished");
+            // The id stays taken while the session lives that the record names.
+            let (chunk, at) = self.collection.place(slot.node).expect("the chunk of a leased slot is known");
+            let header_at = self.collection.params().header_at(chunk, at);
+            self.collection.discard_session(header_at, "an insert was left unfinished").await;
+        }
+        fault
+    }
+}
+
+fn entries(level: u8, view: ListView<'_>) -> Vec<(NodeId, u32)> {
+    if level == 0 { view.nodes().map(|node| (node, 0)).collect() } else { view.upper_nodes().collect() }
+}
+
+async fn fetch_vectors<V: Verbs>(
+    reader: &mut Reader<V>,
+    nodes: &[NodeId],
+    into: &mut VectorStore,
+) -> Result<(), Fault> {
+    if nodes.is_empty() {
+        return Ok(());
+    }
+    let mut gather = Gather::new();
+    reader.want_vectors(nodes.iter().copied(), &mut gather).await?;
+    reader.gather(&mut gather).await?;
+    for (i, node) in nodes.iter().enumerate() {
+        into.insert(*node, gather.get(i));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_are_geometric_and_bounded() {
+        let levels = Levels::seeded(1);
+        let mut counts = [0u32; LEVEL_MAX as usize + 1];
+        for _ in 0..160_000 {
+            counts[usize::from(levels.draw(16))] += 1;
+        }
+        // 1/16 of the nodes are above level 0, 1/256 above level 1: within five standard deviations.
+        let above = |level: usize| counts[level + 1..].iter().sum::<u32>() as f64;
+        assert!((above(0) - 10_000.0).abs() < 5.0 * 97.0, "{counts:?}");
+        assert!((above(1) - 625.0).abs() < 5.0 * 25.0, "{counts:?}");
+    }
+}

@@ -1,0 +1,371 @@
+//! A cluster in one process: memory nodes without a network, and a catalogue that grants regions as the oracle does.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use futures_util::future::{BoxFuture, ready};
+use parking_lot::Mutex;
+use rand::{RngExt as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+use shine_cn::catalogue::Catalogue;
+use shine_cn::collection::{Collection, Options};
+use shine_cn::counters::Counters;
+use shine_cn::fabric::{Connect, Fabric};
+use shine_common::ids::{CollectionId, Epoch, Incarnation, RegionId};
+use shine_common::layout::CollectionParams;
+use shine_common::metric::{DType, Metric};
+use shine_common::verbs::VerbError;
+use shine_common::verbs::host::{Clock, Host, HostOptions};
+use shine_common::verbs::local::LocalVerbs;
+use shine_common::verbs::memory::{HugePages, RegionMemory};
+use shine_common::wire::{
+    ClusterMap, Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, Member,
+    MemberState, OracleRequest, OracleResponse, RegionEntry, RegionUse, Role,
+};
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Memory nodes, and the sessions that were opened on them.
+pub(crate) struct Hosts {
+    hosts: Mutex<HashMap<String, Arc<Host>>>,
+    /// Memory nodes that take no connection.
+    down: Mutex<Vec<String>>,
+}
+
+impl Hosts {
+    pub(crate) fn host(&self, name: &str) -> Arc<Host> {
+        Arc::clone(&self.hosts.lock()[name])
+    }
+
+    pub(crate) fn set_down(&self, name: &str, is_down: bool) {
+        let mut down = self.down.lock();
+        down.retain(|other| other != name);
+        if is_down {
+            down.push(name.to_owned());
+        }
+    }
+}
+
+/// Opens local sessions for one compute node. They end with their lease on the hosts' clock if `leased`.
+pub(crate) struct LocalConnect {
+    pub(crate) hosts: Arc<Hosts>,
+    pub(crate) client: String,
+    pub(crate) leased: bool,
+    pub(crate) sessions: Mutex<Vec<Weak<LocalVerbs>>>,
+}
+
+impl Connect<LocalVerbs> for LocalConnect {
+    fn connect(&self, mn: &Member, _deadline: Instant) -> BoxFuture<'static, Result<LocalVerbs, VerbError>> {
+        let lost = |why: String| VerbError::ConnectionLost { peer: mn.name.as_str().into(), why };
+        let opened = if self.hosts.down.lock().contains(&mn.name) {
+            Err(lost("refused".into()))
+        } else {
+            let host = self.hosts.host(&mn.name);
+            if host.incarnation() == mn.incarnation {
+                let open = if self.leased { LocalVerbs::connect_leased } else { LocalVerbs::connect };
+                open(&host, &self.client).map_err(|error| lost(error.to_string()))
+            } else {
+                Err(lost("another incarnation".into()))
+            }
+        };
+        Box::pin(ready(opened))
+    }
+}
+
+struct OracleState {
+    map: ClusterMap,
+    next_collection: u32,
+    fabrics: Vec<Weak<Fabric<LocalVerbs>>>,
+    is_reachable: bool,
+}
+
+/// Grants regions and publishes maps, as the oracle does.
+pub(crate) struct TestOracle {
+    state: Mutex<OracleState>,
+    hosts: Arc<Hosts>,
+}
+
+impl TestOracle {
+    pub(crate) fn map(&self) -> ClusterMap {
+        self.state.lock().map.clone()
+    }
+
+    pub(crate) fn set_reachable(&self, is_reachable: bool) {
+        self.state.lock().is_reachable = is_reachable;
+    }
+
+    /// Changes the map and publishes it.
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut ClusterMap) -> T) -> T {
+        let mut state = self.state.lock();
+        state.map.epoch = state.map.epoch.next();
+        let result = change(&mut state.map);
+        let map = Arc::new(state.map.clone());
+        for fabric in state.fabrics.iter().filter_map(Weak::upgrade) {
+            fabric.publish(Arc::clone(&map));
+        }
+        result
+    }
+
+    fn subscribe(&self, fabric: &Arc<Fabric<LocalVerbs>>) {
+        let mut state = self.state.lock();
+        state.fabrics.push(Arc::downgrade(fabric));
+        fabric.publish(Arc::new(state.map.clone()));
+    }
+
+    fn answer(&self, request: OracleRequest) -> Result<OracleResponse, Fault> {
+        if !self.state.lock().is_reachable {
+            return Err(Fault::new(FaultCode::NoOracle, "no oracle answers"));
+        }
+        match request {
+            OracleRequest::CreateCollection(spec) => self.create(spec),
+            OracleRequest::SetCollectionState { id, state } => self.change(|map| {
+                let collection = map.collections.iter_mut().find(|c| c.id == id).expect("known collection");
+                collection.state = state;
+                Ok(OracleResponse::Done { epoch: map.epoch })
+            }),
+            OracleRequest::GrowCollection { id, have } => self.change(|map| {
+                let epoch = map.epoch;
+                let at = map.collections.iter().position(|c| c.id == id).expect("known collection");
+                let names = map.collections[at].memory_nodes.clone();
+                if map.collections[at].regions.len() <= have as usize {
+                    let free = map
+                        .regions
+                        .iter_mut()
+                        .find(|region| region.usage == RegionUse::Free && names.contains(&region.mn));
+                    let Some(region) = free else {
+                        return Err(Fault::new(FaultCode::RegionFull, "no free region"));
+                    };
+                    region.usage = RegionUse::Used(id);
+                    let granted = (region.id, region.born);
+                    map.collections[at].regions.push(granted);
+                }
+                Ok(OracleResponse::Collection { collection: map.collections[at].clone(), epoch })
+            }),
+            OracleRequest::DropCollection { name } => self.change(|map| {
+                let epoch = map.epoch;
+                let Some(at) = map.collections.iter().position(|c| c.name == name) else {
+                    return Err(Fault::new(FaultCode::NotFound, format!("no collection '{name}'")));
+                };
+                let dropped = map.collections.remove(at);
+                for region in map.regions.iter_mut().filter(|r| r.usage == RegionUse::Used(dropped.id)) {
+                    region.usage = RegionUse::Free;
+                    (region.epoch, region.born) = (epoch, epoch);
+                    self.hosts.host(&region.mn).reset_region(region.id, epoch, epoch).expect("known region");
+                }
+                Ok(OracleResponse::Done { epoch })
+            }),
+            other => panic!("not asked in these tests: {other:?}"),
+        }
+    }
+
+    fn create(&self, spec: CollectionSpec) -> Result<OracleResponse, Fault> {
+        let id = {
+            let mut state = self.state.lock();
+            if state.map.collection(&spec.name).is_some() {
+                return Err(Fault::new(FaultCode::CollectionExists, format!("'{}' exists", spec.name)));
+            }
+            state.next_collection += 1;
+            CollectionId(state.next_collection)
+        };
+        self.change(|map| {
+            let mut names: Vec<_> = spec.memory_nodes.clone();
+            if names.is_empty() {
+                names.extend(map.members.iter().filter(|m| m.role == Role::Mn).map(|m| m.name.clone()));
+            }
+            let mut regions = Vec::new();
+            for name in &names {
+                let free = map.regions.iter_mut().find(|r| r.usage == RegionUse::Free && r.mn == *name);
+                let region = free.ok_or_else(|| Fault::new(FaultCode::RegionFull, "no free region"))?;
+                region.usage = RegionUse::Used(id);
+                regions.push((region.id, region.born));
+            }
+            let params = CollectionParams::new(
+                spec.dtype,
+                spec.metric,
+                spec.dim,
+                spec.m,
+                spec.ef_construction,
+                spec.capacity,
+                regions.len() as u16,
+            )
+            .map_err(|bad| Fault::new(FaultCode::BadRequest, bad.to_string()))?;
+            let state = if spec.loading { CollectionState::Loading } else { CollectionState::Creating };
+            let collection =
+                MapEntry { id, name: spec.name.clone(), params, regions, memory_nodes: names, state };
+            map.collections.push(collection.clone());
+            Ok(OracleResponse::Collection { collection, epoch: map.epoch })
+        })
+    }
+}
+
+impl Catalogue for TestOracle {
+    fn call(
+        &self,
+        request: OracleRequest,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<OracleResponse, Fault>> {
+        Box::pin(ready(self.answer(request)))
+    }
+}
+
+/// Memory nodes, an oracle, and any number of compute nodes.
+pub(crate) struct TestCluster {
+    pub(crate) hosts: Arc<Hosts>,
+    pub(crate) oracle: Arc<TestOracle>,
+    /// Moves the leases of all memory nodes.
+    pub(crate) clock: Clock,
+}
+
+/// What a cluster is made of.
+pub(crate) struct Shape {
+    pub(crate) memory_nodes: usize,
+    pub(crate) regions: u16,
+    pub(crate) region_bytes: u64,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { memory_nodes: 3, regions: 2, region_bytes: 8 * MIB }
+    }
+}
+
+impl TestCluster {
+    pub(crate) fn new(shape: &Shape) -> Self {
+        let clock = Clock::manual();
+        let mut hosts = HashMap::new();
+        let mut map = ClusterMap { epoch: Epoch(1), ..ClusterMap::default() };
+        for i in 0..shape.memory_nodes {
+            let name = format!("mn-{i}");
+            let options = HostOptions { clock: clock.clone(), ..HostOptions::default() };
+            let host = Host::new(name.as_str(), Incarnation(i as u64 + 1), options);
+            for r in 0..shape.regions {
+                let id = RegionId(1 + r * shape.memory_nodes as u16 + i as u16);
+                let memory = RegionMemory::new(shape.region_bytes, HugePages::Off).expect("memory");
+                host.add_region(id, Epoch(1), Epoch(1), memory).expect("a new region");
+                map.regions.push(RegionEntry {
+                    id,
+                    mn: name.clone(),
+                    bytes: shape.region_bytes,
+                    epoch: Epoch(1),
+                    born: Epoch(1),
+                    usage: RegionUse::Free,
+                });
+            }
+            map.members.push(Member {
+                name: name.clone(),
+                role: Role::Mn,
+                addr: format!("in-process:{i}"),
+                incarnation: host.incarnation(),
+                state: MemberState::Up,
+            });
+            hosts.insert(name, host);
+        }
+        map.regions.sort_by_key(|region| region.id);
+        let hosts = Arc::new(Hosts { hosts: Mutex::new(hosts), down: Mutex::default() });
+        let state = OracleState { map, next_collection: 0, fabrics: Vec::new(), is_reachable: true };
+        let oracle = Arc::new(TestOracle { state: Mutex::new(state), hosts: Arc::clone(&hosts) });
+        Self { hosts, oracle, clock }
+    }
+
+    /// The data plane of one more compute node.
+    pub(crate) fn fabric(&self, name: &str) -> Arc<Fabric<LocalVerbs>> {
+        self.fabric_with(name, false)
+    }
+
+    /// As [`Self::fabric`]; with `leased`, sessions end with their lease on the cluster's clock.
+    pub(crate) fn fabric_with(&self, name: &str, leased: bool) -> Arc<Fabric<LocalVerbs>> {
+        let connect = LocalConnect {
+            hosts: Arc::clone(&self.hosts),
+            client: name.to_owned(),
+            leased,
+            sessions: Mutex::default(),
+        };
+        let fabric = Fabric::new(Arc::new(connect), Arc::new(Counters::default()));
+        self.oracle.subscribe(&fabric);
+        fabric
+    }
+
+    pub(crate) fn catalogue(&self) -> Arc<dyn Catalogue> {
+        Arc::clone(&self.oracle) as Arc<dyn Catalogue>
+    }
+
+    pub(crate) async fn create(&self, spec: CollectionSpec) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
+        Collection::create(self.fabric("cn-0"), self.catalogue(), spec, options(), soon()).await
+    }
+
+    /// Opens a collection on a compute node of its own.
+    pub(crate) async fn open(
+        &self,
+        cn: &str,
+        collection: &str,
+    ) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
+        self.open_on(self.fabric(cn), collection).await
+    }
+
+    pub(crate) async fn open_on(
+        &self,
+        fabric: Arc<Fabric<LocalVerbs>>,
+        collection: &str,
+    ) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
+        let map = self.oracle.map();
+        let entry = map.collection(collection).expect("known collection");
+        Collection::open(fabric, self.catalogue(), entry, options(), soon()).await
+    }
+}
+
+/// The staleness bound is zero here: every query sees what was done before it.
+pub(crate) fn options() -> Options {
+    Options { staleness_bound: Duration::ZERO, ..Options::default() }
+}
+
+/// A deadline that only a hang reaches.
+pub(crate) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+pub(crate) fn spec(name: &str, dtype: DType, metric: Metric, dim: u32) -> CollectionSpec {
+    CollectionSpec {
+        name: name.into(),
+        dtype,
+        metric,
+        dim,
+        m: 8,
+        ef_construction: 64,
+        capacity: 10_000,
+        memory_nodes: Vec::new(),
+        loading: false,
+    }
+}
+
+/// Rows of i8 in a few dimensions that matter, the rest noise: neither round nor trivial.
+pub(crate) fn rows(seed: u64, count: usize, dim: usize) -> Vec<Vec<u8>> {
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..count)
+        .map(|_| {
+            let latent: [f32; 4] = std::array::from_fn(|_| rng.random_range(-1.0..1.0));
+            (0..dim)
+                .map(|i| {
+                    let signal = latent[i % 4] * (1.0 + (i / 4) as f32 * 0.2) * 40.0;
+                    (signal + rng.random_range(-6.0f32..6.0)).clamp(-127.0, 127.0) as i8 as u8
+                })
+                .collect()
+        })
+        .collect()
+}
+
+/// Indices of the exact nearest rows, nearest first.
+pub(crate) fn exact(
+    collection: &Collection<LocalVerbs>,
+    rows: &[Vec<u8>],
+    query: &[u8],
+    k: usize,
+) -> Vec<usize> {
+    let mut all: Vec<_> =
+        rows.iter().enumerate().map(|(i, row)| (collection.distance().eval(query, row), i)).collect();
+    all.sort_by(|a, b| a.partial_cmp(b).expect("no NaN here"));
+    all.into_iter().take(k).map(|(_, i)| i).collect()
+}
