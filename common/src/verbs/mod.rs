@@ -23,6 +23,8 @@
 
 #[macro_use]
 pub mod conformance;
+pub mod frame;
+pub mod framed;
 pub mod host;
 pub mod local;
 pub mod memory;
