@@ -1,1 +1,10 @@
-//! placeholder
+//! Experiments on shine: clusters of real processes on this host, load from one generator, figures that can be
+//! reproduced.
+
+#![deny(unsafe_code)]
+
+pub mod cluster;
+pub mod host;
+pub mod recall;
+pub mod report;
+pub mod svg;
