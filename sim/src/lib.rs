@@ -8,3 +8,5 @@ pub mod host;
 pub mod recall;
 pub mod report;
 pub mod svg;
+pub mod inputs;
+pub mod workload;
