@@ -412,7 +412,8 @@ impl Cluster {
         assert!(matches!(self.home, Home::Kept(_)), "only a cluster with a home can be detached");
         let nodes = self.nodes.iter().map(|node| {
             let pid = node.process.pid().as_raw();
-            let times = host::ProcessTimes::read(pid).map_err(io_error(format!("looking at {}", node.name)))?;
+            let times =
+                host::ProcessTimes::read(pid).map_err(io_error(format!("looking at {}", node.name)))?;
             Ok(NodeFile {
                 name: node.name.clone(),
                 role: node.role,
@@ -462,7 +463,8 @@ impl Cluster {
             .arg(self.cert_dir(name))
             .args(args)
             .current_dir(self.home());
-        Process::spawn(command, &log_path(self.home(), name), self.tie).map_err(io_error(format!("starting {name}")))
+        Process::spawn(command, &log_path(self.home(), name), self.tie)
+            .map_err(io_error(format!("starting {name}")))
     }
 
     fn await_ready(
@@ -473,7 +475,9 @@ impl Cluster {
         until: Instant,
     ) -> Result<SocketAddr, ClusterError> {
         let what = match process.wait_ready(until) {
-            Readiness::Ready(ready) if ready.name == name && ready.role == role.to_string() => return Ok(ready.addr),
+            Readiness::Ready(ready) if ready.name == name && ready.role == role.to_string() => {
+                return Ok(ready.addr);
+            }
             Readiness::Ready(ready) => format!("says that it is {} {}", ready.role, ready.name),
             Readiness::NotReady(line) => format!("printed no ready line but: {}", line.trim_end()),
             Readiness::TimedOut => format!("was not ready within {READY_WITHIN:?}"),
@@ -520,7 +524,8 @@ impl Drop for Cluster {
 pub fn stop_detached(home: &Path) -> Result<ClusterFile, ClusterError> {
     let file = ClusterFile::read(home)?;
     for role in [Role::Cn, Role::Mn, Role::Oracle] {
-        let leaving: Vec<_> = file.nodes.iter().filter(|node| node.role == role && node.is_running()).collect();
+        let leaving: Vec<_> =
+            file.nodes.iter().filter(|node| node.role == role && node.is_running()).collect();
         for node in &leaving {
             signal_detached(node, Signal::SIGTERM);
         }
@@ -567,7 +572,9 @@ const HOME_ENTRIES: [&str; 4] = ["certs", "logs", "oracle-0", CLUSTER_FILE];
 /// Makes sure that `home` holds no cluster that runs, and nothing of one that did.
 fn claim_home(home: &Path) -> Result<(), ClusterError> {
     match ClusterFile::read(home) {
-        Ok(file) if file.nodes.iter().any(NodeFile::is_running) => Err(ClusterError::AlreadyUp(home.to_owned())),
+        Ok(file) if file.nodes.iter().any(NodeFile::is_running) => {
+            Err(ClusterError::AlreadyUp(home.to_owned()))
+        }
         Ok(_) => {
             remove_home(home);
             Ok(())
@@ -580,14 +587,16 @@ fn claim_home(home: &Path) -> Result<(), ClusterError> {
 
 fn make_home(home: &Path, spec: &ClusterSpec) -> Result<(), ClusterError> {
     for entry in ["certs", "logs"] {
-        fs::create_dir_all(home.join(entry)).map_err(io_error(format!("making {}", home.join(entry).display())))?;
+        fs::create_dir_all(home.join(entry))
+            .map_err(io_error(format!("making {}", home.join(entry).display())))?;
     }
     let certs = home.join("certs");
     let certificates = |error: &dyn std::fmt::Display| ClusterError::Certificates(error.to_string());
     let ca = ClusterCa::init(&certs.join("ca")).map_err(|error| certificates(&error))?;
     let hosts = ["localhost".to_owned(), "127.0.0.1".to_owned()];
     let issue = |role: Role, name: &str| {
-        ca.issue(role, name, &hosts, CERTIFICATE_DAYS, &certs.join(name)).map_err(|error| certificates(&error))
+        ca.issue(role, name, &hosts, CERTIFICATE_DAYS, &certs.join(name))
+            .map_err(|error| certificates(&error))
     };
     issue(Role::Oracle, "oracle-0")?;
     issue(Role::Admin, "admin")?;
@@ -613,7 +622,11 @@ fn remove_home(home: &Path) {
 fn bin_dir() -> Result<PathBuf, ClusterError> {
     let exe = std::env::current_exe().map_err(io_error("finding this program's folder"))?;
     let dir = exe.parent().expect("a program lies in a folder");
-    Ok(if dir.ends_with("deps") { dir.parent().expect("deps lies in a folder").to_owned() } else { dir.to_owned() })
+    Ok(if dir.ends_with("deps") {
+        dir.parent().expect("deps lies in a folder").to_owned()
+    } else {
+        dir.to_owned()
+    })
 }
 
 fn binary(bin_dir: &Path, role: Role) -> Result<PathBuf, ClusterError> {
@@ -637,4 +650,3 @@ fn tail(path: &Path) -> String {
         Err(error) => format!("(its log cannot be read: {error})"),
     }
 }
-

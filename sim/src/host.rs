@@ -127,7 +127,7 @@ pub(crate) fn wait_gone(pid: i32, patience: Duration) -> bool {
         if Instant::now() >= until {
             return false;
         }
-        // The kernel tells only a parent; others have to look.
+        #[expect(clippy::disallowed_methods, reason = "the kernel tells only a parent; others have to look")]
         thread::sleep(Duration::from_millis(5));
     }
     true

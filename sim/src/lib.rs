@@ -5,8 +5,8 @@
 
 pub mod cluster;
 pub mod host;
+pub mod inputs;
 pub mod recall;
 pub mod report;
 pub mod svg;
-pub mod inputs;
 pub mod workload;

@@ -1,8 +1,8 @@
 //! Recall against queries per second, as an SVG picture.
 
 use plotters::prelude::{
-    BindKeyPoints, ChartBuilder, Circle, Color, EmptyElement, IntoDrawingArea, IntoFont, IntoLogRange, LineSeries,
-    PathElement, RGBColor, SVGBackend, SeriesLabelPosition, Text, WHITE,
+    BindKeyPoints, ChartBuilder, Circle, Color, EmptyElement, IntoDrawingArea, IntoFont, IntoLogRange,
+    LineSeries, PathElement, RGBColor, SVGBackend, SeriesLabelPosition, Text, WHITE,
 };
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{BLACK, TextStyle};
@@ -34,7 +34,8 @@ pub fn recall_over_qps(title: &str, note: &str, k: u32, series: &[Series<'_>]) -
         return Err("no point to draw".into());
     }
     let mut svg = String::new();
-    draw(&mut svg, title, note, k, series, &x_range(all()), &y_range(all())).map_err(|error| error.to_string())?;
+    draw(&mut svg, title, note, k, series, &x_range(all()), &y_range(all()))
+        .map_err(|error| error.to_string())?;
     Ok(svg)
 }
 
@@ -158,7 +159,8 @@ mod tests {
         let points = [(40, 0.85, 900.0), (80, 0.91, 520.0), (120, 0.945, 390.0), (160, 0.961, 300.0)]
             .map(|(ef, recall, qps)| Point { ef, recall_at_k: recall, qps, ..Point::default() });
         let series = [Series { label: "native graph", points: &points }];
-        let svg = recall_over_qps(&"fifty thousand vectors ".repeat(6), "a machine, a commit", 10, &series).unwrap();
+        let svg = recall_over_qps(&"fifty thousand vectors ".repeat(6), "a machine, a commit", 10, &series)
+            .unwrap();
         for text in ["recall@10", "queries per second", "native graph", "ef 40", "ef 160", "a machine"] {
             assert!(svg.contains(text), "{text} is missing");
         }

@@ -41,13 +41,15 @@ where
     F: Future<Output = Result<A, E>> + Send,
 {
     assert!(lanes > 0 && in_flight > 0, "a loop needs lanes and askers");
-    let next: Arc<Vec<AtomicUsize>> = Arc::new((0..lanes).map(|lane| AtomicUsize::new(queries.start + lane)).collect());
+    let next: Arc<Vec<AtomicUsize>> =
+        Arc::new((0..lanes).map(|lane| AtomicUsize::new(queries.start + lane)).collect());
     let (ask, done) = (Arc::new(ask), Arc::new(done));
     let start = Instant::now();
     let mut askers = JoinSet::new();
     for lane in 0..lanes {
         for _ in 0..in_flight {
-            let (next, ask, done, end) = (Arc::clone(&next), Arc::clone(&ask), Arc::clone(&done), queries.end);
+            let (next, ask, done, end) =
+                (Arc::clone(&next), Arc::clone(&ask), Arc::clone(&done), queries.end);
             askers.spawn(async move {
                 let mut answers = Vec::new();
                 loop {

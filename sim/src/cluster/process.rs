@@ -132,7 +132,8 @@ impl Process {
 fn watch(mut child: Child, pid: Pid, stdout: ChildStdout, ready: &SyncSender<String>, exit: &Exit) {
     let mut stdout = BufReader::new(stdout);
     let mut line = String::new();
-    let complete = (&mut stdout).take(READY_LINE_MAX).read_line(&mut line).is_ok_and(|_| line.ends_with('\n'));
+    let complete =
+        (&mut stdout).take(READY_LINE_MAX).read_line(&mut line).is_ok_and(|_| line.ends_with('\n'));
     if complete {
         // The receiver may be gone: then nobody wants to know.
         let _ = ready.send(line);
@@ -234,7 +235,9 @@ mod tests {
         assert_eq!(std::fs::read_to_string(dir.path().join("log")).unwrap(), "no such region\n");
 
         let (process, _dir) = shell("echo hello; exec tail -f /dev/null");
-        assert!(matches!(process.wait_ready(Instant::now() + SOON), Readiness::NotReady(line) if line == "hello\n"));
+        assert!(
+            matches!(process.wait_ready(Instant::now() + SOON), Readiness::NotReady(line) if line == "hello\n")
+        );
 
         let (process, _dir) = shell("printf '{\"ready\":true'");
         assert!(matches!(process.wait_ready(Instant::now() + SOON), Readiness::Ended));
@@ -247,7 +250,8 @@ mod tests {
 
     #[test]
     fn a_child_started_by_a_thread_that_ended_lives_on() {
-        let (process, _dir) = thread::spawn(|| shell(&format!("{READY}; exec tail -f /dev/null"))).join().unwrap();
+        let (process, _dir) =
+            thread::spawn(|| shell(&format!("{READY}; exec tail -f /dev/null"))).join().unwrap();
         assert!(matches!(process.wait_ready(Instant::now() + SOON), Readiness::Ready(_)));
         assert!(process.signal(Signal::SIGKILL));
         process.wait_exit(SOON).unwrap();
