@@ -4,18 +4,61 @@
 //! five more and some shuffles; so 100 elements take about 7·4 + 30 ≈ 60 cycles ≈ 20 ns, less where the next call
 //! overlaps. i8 has no chain of more than one cycle: 4 blocks of 32 at about 5 cycles, then 15 cycles ≈ 12 ns.
 //!
-//! One query against 16 vectors, each level that the CPU has: `cargo bench -p shine-common --bench distance`,
+//! Time is the thread's own, so that other work on the machine counts as little as can be. One query against 16 vectors, each level that the CPU has: `cargo bench -p shine-common --bench distance`,
 //! `-- l2/f32` for a part.
 
 use std::hint::black_box;
 use std::time::Duration;
 
+use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use shine_common::metric::{DType, Distance, Metric, SimdLevel, from_f64};
 
 const VECTORS: usize = 16;
 
-fn distances(criterion: &mut Criterion) {
+/// Time that the calling thread spent on a processor.
+struct ThreadTime;
+
+impl ThreadTime {
+    fn now() -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the call writes one timespec, and `time` is one.
+        let code = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+        assert_eq!(code, 0, "Linux has a clock per thread");
+        Duration::new(time.tv_sec.cast_unsigned(), u32::try_from(time.tv_nsec).expect("below 10^9"))
+    }
+}
+
+impl Measurement for ThreadTime {
+    type Intermediate = Duration;
+    type Value = Duration;
+
+    fn start(&self) -> Duration {
+        Self::now()
+    }
+
+    fn end(&self, start: Duration) -> Duration {
+        Self::now() - start
+    }
+
+    fn add(&self, a: &Duration, b: &Duration) -> Duration {
+        *a + *b
+    }
+
+    fn zero(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn to_f64(&self, value: &Duration) -> f64 {
+        value.as_nanos() as f64
+    }
+
+    fn formatter(&self) -> &dyn ValueFormatter {
+        WallTime.formatter()
+    }
+}
+
+fn distances(criterion: &mut Criterion<ThreadTime>) {
     for metric in [Metric::L2, Metric::Ip, Metric::Cosine] {
         for dtype in [DType::F32, DType::F16, DType::U8, DType::I8] {
             let mut group = criterion.benchmark_group(format!("{metric}/{dtype}"));
@@ -47,5 +90,9 @@ fn distances(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, distances);
+criterion_group! {
+    name = benches;
+    config = Criterion::default().with_measurement(ThreadTime);
+    targets = distances
+}
 criterion_main!(benches);

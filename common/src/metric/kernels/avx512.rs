@@ -1,8 +1,10 @@
 //! Primitives for AVX-512 (F, BW, VL): 16 lanes in one register, tails by masked loads.
 //!
-//! Everything here is compiled for CPUs with these features; [`super::detect`] says whether this one has them.
+//! Everything here is compiled for CPUs with these features; [`super::detect`] says whether this one has them. Whole
+//! blocks are loaded by transmuting arrays, as in [`super::avx2`].
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -42,8 +44,8 @@ fn reduce(lanes: __m512) -> f32 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn load_f32(block: &[u8; 64]) -> __m512 {
-    // SAFETY: the block has room for 16 floats, and the load needs no alignment.
-    unsafe { _mm512_loadu_ps(block.as_ptr().cast()) }
+    // SAFETY: any 64 bytes are 16 floats.
+    unsafe { transmute::<[u8; 64], __m512>(*block) }
 }
 
 #[inline]
@@ -58,8 +60,8 @@ fn tail_f32(whole: &[u8]) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn load_f16(block: &[u8; 32]) -> __m512 {
-    // SAFETY: the array is 32 bytes, and the load needs no alignment.
-    _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(block.as_ptr().cast()) })
+    // SAFETY: any 32 bytes are a register.
+    _mm512_cvtph_ps(unsafe { transmute::<[u8; 32], __m256i>(*block) })
 }
 
 #[inline]
@@ -119,8 +121,8 @@ fn reduce_bytes(sum: __m512i) -> i32 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn load_bytes(block: &[u8; 64]) -> __m512i {
-    // SAFETY: the array is 64 bytes, and the load needs no alignment.
-    unsafe { _mm512_loadu_si512(block.as_ptr().cast()) }
+    // SAFETY: any 64 bytes are a register.
+    unsafe { transmute::<[u8; 64], __m512i>(*block) }
 }
 
 #[inline]

@@ -75,12 +75,15 @@ fn f16_to_f32(half: u16) -> f32 {
     const REBIAS: f32 = f32::from_bits((127 + 127 - 15) << 23);
     let magnitude = u32::from(half & 0x7fff) << 13;
     let sign = u32::from(half & 0x8000) << 16;
-    let special = if magnitude >= 0x1f << 23 { 0xff << 23 } else { 0 };
+    let special = u32::from(magnitude >= 0x1f << 23).wrapping_neg() & (0xff << 23);
     f32::from_bits((f32::from_bits(magnitude) * REBIAS).to_bits() | special | sign)
 }
 
 float_kernels!(l2_f32, ip_f32, cosine_f32, 64, load_f32, tail_f32);
 float_kernels!(l2_f16, ip_f16, cosine_f16, 32, load_f16, tail_f16);
+
+// Sums are exact (`DIMENSION_MAX`); they are written as wrapping ones, since checks against overflow in test builds
+// would keep the compiler from vectorising them.
 
 const BLOCK: usize = 32;
 type Wide = [i16; BLOCK];
@@ -92,7 +95,7 @@ fn zero_bytes() -> i32 {
 
 #[inline]
 fn add_bytes(a: i32, b: i32) -> i32 {
-    a + b
+    a.wrapping_add(b)
 }
 
 #[inline]
@@ -112,33 +115,35 @@ fn tail_bytes(whole: &[u8]) -> [u8; BLOCK] {
 
 #[inline]
 fn widen_u8(bytes: [u8; BLOCK]) -> Wide {
-    bytes.map(i16::from)
+    std::array::from_fn(|at| i16::from(bytes[at]))
 }
 
 #[inline]
 fn widen_i8(bytes: [u8; BLOCK]) -> Wide {
-    bytes.map(|byte| i16::from(byte.cast_signed()))
+    std::array::from_fn(|at| i16::from(bytes[at].cast_signed()))
 }
 
 #[inline]
 fn products(a: Wide, b: Wide) -> i32 {
-    a.iter().zip(b).map(|(&x, y)| i32::from(x) * i32::from(y)).sum()
-}
-
-#[inline]
-fn squares(a: Wide, b: Wide) -> i32 {
-    let difference: Wide = std::array::from_fn(|at| a[at] - b[at]);
-    products(difference, difference)
+    let mut sum = 0i32;
+    for at in 0..BLOCK {
+        sum = sum.wrapping_add(i32::from(a[at]).wrapping_mul(i32::from(b[at])));
+    }
+    sum
 }
 
 #[inline]
 fn squares_u8(a: [u8; BLOCK], b: [u8; BLOCK]) -> i32 {
-    squares(widen_u8(a), widen_u8(b))
+    let (a, b) = (widen_u8(a), widen_u8(b));
+    let difference = std::array::from_fn(|at| a[at].wrapping_sub(b[at]));
+    products(difference, difference)
 }
 
 #[inline]
 fn squares_i8(a: [u8; BLOCK], b: [u8; BLOCK]) -> i32 {
-    squares(widen_i8(a), widen_i8(b))
+    let (a, b) = (widen_i8(a), widen_i8(b));
+    let difference = std::array::from_fn(|at| a[at].wrapping_sub(b[at]));
+    products(difference, difference)
 }
 
 byte_kernels!(l2_u8, ip_u8, cosine_u8, 32, squares_u8, products, widen_u8);
