@@ -67,7 +67,7 @@ const UNSAFE: &[&str] = &[
     "common/src/verbs/memory.rs",
 ];
 
-/// A file longer than this is to be split by responsibility.
+/// A file with more lines than this before its tests is to be split by responsibility.
 const LINES_MAX: usize = 900;
 
 fn report(rule: &str, findings: Vec<String>) {
@@ -226,7 +226,8 @@ fn files_say_what_they_are_and_stay_readable() {
         if !source.text.starts_with("//! ") {
             findings.push(format!("{}: opens with `//!` and what it is", source.path));
         }
-        let lines = source.text.lines().count();
+        let (code, test) = source.split();
+        let lines = if code.is_empty() { test } else { code }.lines().count();
         if lines > LINES_MAX {
             findings.push(format!("{}: {lines} lines; split it by responsibility", source.path));
         }

@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 
 /// A text file of the repository.
 #[derive(Debug)]
-pub struct Source {
+pub(crate) struct Source {
     /// Path from the repository's root, with `/`.
-    pub path: String,
+    pub(crate) path: String,
     /// As on disk.
-    pub text: String,
+    pub(crate) text: String,
 }
 
 /// The repository's root.
-pub fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .expect("the tests are one folder below the root")
@@ -21,7 +21,7 @@ pub fn root() -> PathBuf {
 }
 
 /// All files that end in one of `endings`, sorted by path. Build outputs and data are left out.
-pub fn files(endings: &[&str]) -> Vec<Source> {
+pub(crate) fn files(endings: &[&str]) -> Vec<Source> {
     const LEFT_OUT: [&str; 5] = [".git", ".shine", "data", "out", "target"];
     let (root, mut found) = (root(), Vec::new());
     let mut folders = vec![root.clone()];
@@ -47,19 +47,19 @@ pub fn files(endings: &[&str]) -> Vec<Source> {
 }
 
 /// All Rust files.
-pub fn rust_files() -> Vec<Source> {
+pub(crate) fn rust_files() -> Vec<Source> {
     files(&[".rs"])
 }
 
 impl Source {
     /// The text with comments and the insides of literals as blanks; lines stay lines.
-    pub fn code(&self) -> String {
+    pub(crate) fn code(&self) -> String {
         blank(&self.text)
     }
 
     /// Code split in what is always compiled and what is for tests only (from `#[cfg(test)] mod … {` on; our test
     /// modules come last). Files in a folder `tests` or `benches` and files `tests.rs` are all test.
-    pub fn split(&self) -> (String, String) {
+    pub(crate) fn split(&self) -> (String, String) {
         let code = self.code();
         let is_test = |part: &str| matches!(part, "tests" | "benches" | "tests.rs");
         if self.path.split('/').any(is_test) {
@@ -77,13 +77,13 @@ impl Source {
     }
 
     /// `path:line` of a byte offset.
-    pub fn place(&self, offset: usize) -> String {
+    pub(crate) fn place(&self, offset: usize) -> String {
         format!("{}:{}", self.path, self.text[..offset].matches('\n').count() + 1)
     }
 }
 
 /// Offsets at which `word` stands by itself: not inside a longer name. A word may be a path (`std::fs`).
-pub fn words(code: &str, word: &str) -> Vec<usize> {
+pub(crate) fn words(code: &str, word: &str) -> Vec<usize> {
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     code.match_indices(word)
         .filter(|(at, _)| {
@@ -177,7 +177,7 @@ fn comments_and_literals_are_blanked() {
     check("a // b\nc", "a     \nc");
     check("a /* b /* c */ d */ e", "a                   e");
     check(r#"f("x\"y", 'z', '\'')"#, r#"f("     , '  , '   )"#);
-    check("r#\"a\"b\"# c", "r#\"       c");
+    check("r#\"a\"b\"# c", "r#\"      c");
     check("fn f<'a>(x: &'a str)", "fn f<'a>(x: &'a str)");
     check("for r in x {}", "for r in x {}");
     assert_eq!(words("a unsafe_code unsafe {", "unsafe"), [14]);
