@@ -64,18 +64,21 @@ fn vector(dtype: DType, shape: Shape, dim: usize, seed: u64) -> Vec<u8> {
     out
 }
 
+type Term = fn(f64, f64) -> f64;
+
 /// The distance in `f64`, and how far rounding may take a float kernel from it.
 fn reference(metric: Metric, dtype: DType, a: &[u8], b: &[u8]) -> (f64, f64) {
     let pairs = || {
         let (a, b) = (to_f32(dtype, a), to_f32(dtype, b));
         a.into_iter().zip(b).map(|(x, y)| (f64::from(x), f64::from(y)))
     };
-    let sum = |term: fn(f64, f64) -> f64| pairs().map(|(x, y)| term(x, y)).sum::<f64>();
+    let sum = |term: Term| pairs().map(|(x, y)| term(x, y)).sum::<f64>();
     // Each term passes through two or three roundings of its own, then dim/16 + 4 additions (Higham, section 4.2).
     let additions = a.len().div_ceil(16 * dtype.size()) as f64 + 4.0;
     let unit = f64::from(f32::EPSILON) * (additions + 3.0);
-    let (square, product, magnitude): (fn(f64, f64) -> f64, fn(f64, f64) -> f64, fn(f64, f64) -> f64) =
-        (|x, y| (x - y) * (x - y), |x, y| x * y, |x, y| (x * y).abs());
+    let square: Term = |x, y| (x - y) * (x - y);
+    let product: Term = |x, y| x * y;
+    let magnitude: Term = |x, y| (x * y).abs();
     let tiny = 1e-40;
     match metric {
         Metric::L2 => (sum(square), unit * sum(square) + tiny),

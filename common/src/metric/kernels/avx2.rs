@@ -47,11 +47,16 @@ fn reduce(lanes: Lanes) -> f32 {
 
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
+fn load_8_floats(bytes: &[u8; 32]) -> __m256 {
+    // SAFETY: any 32 bytes are 8 floats.
+    unsafe { transmute::<[u8; 32], __m256>(*bytes) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
 fn load_f32(block: &[u8; 64]) -> Lanes {
     let (halves, _) = block.as_chunks::<32>();
-    // SAFETY: any 32 bytes are 8 floats.
-    let load = |half: &[u8; 32]| unsafe { transmute::<[u8; 32], __m256>(*half) };
-    Lanes { low: load(&halves[0]), high: load(&halves[1]) }
+    Lanes { low: load_8_floats(&halves[0]), high: load_8_floats(&halves[1]) }
 }
 
 /// All ones, then all zeros: a window that starts `8 − n` words in lets n elements through.
@@ -74,10 +79,7 @@ fn tail_f32(whole: &[u8]) -> Lanes {
     let (_, tail) = whole.as_chunks::<64>();
     match tail.split_first_chunk::<32>() {
         None => Lanes { low: load_f32_part(tail), high: _mm256_setzero_ps() },
-        // SAFETY: any 32 bytes are 8 floats.
-        Some((first, rest)) => {
-            Lanes { low: unsafe { transmute::<[u8; 32], __m256>(*first) }, high: load_f32_part(rest) }
-        }
+        Some((first, rest)) => Lanes { low: load_8_floats(first), high: load_f32_part(rest) },
     }
 }
 
