@@ -104,8 +104,8 @@ pub struct Entry {
 #[derive(Debug)]
 struct EntryCache {
     entry: Option<Entry>,
-    /// The word in remote memory was read no earlier than this.
-    as_of: Instant,
+    /// The word in remote memory was read no earlier than this; `None` if it never was.
+    as_of: Option<Instant>,
     is_refreshing: bool,
 }
 
@@ -235,7 +235,7 @@ impl<V: Verbs> Collection<V> {
             chunks: ArcSwap::default(),
             upper_chunks: ArcSwap::default(),
             growing: Mutex::new(()),
-            entry: Mutex::new(EntryCache { entry: None, as_of: Instant::now(), is_refreshing: false }),
+            entry: Mutex::new(EntryCache { entry: None, as_of: None, is_refreshing: false }),
             scratch: Mutex::new(Vec::new()),
             alloc: Allocator::new(&params),
             params,
@@ -645,15 +645,8 @@ impl<V: Verbs> Collection<V> {
         if found[0].is_null() {
             return Err(none());
         }
-        // The map may lag behind the table: a wanted chunk is waited for, others are left for when they are wanted.
-        let mut retry = Retry::new(deadline);
-        loop {
-            let routes = self.admit()?;
-            match self.check_chunk(&routes, table, chunk, found[0]) {
-                Ok(()) => break,
-                Err(trouble) => retry.after(&self.fabric, routes.epoch(), trouble, true).await?,
-            }
-        }
+        self.chunk_at(table, chunk, found[0], deadline).await?;
+        // Others in regions that the map does not have yet are left for when they are wanted.
         let routes = self.admit()?;
         for (i, at) in found.iter_mut().enumerate().skip(1) {
             if !at.is_null() && self.check_chunk(&routes, table, chunk + i as u32, *at).is_err() {
@@ -662,6 +655,55 @@ impl<V: Verbs> Collection<V> {
         }
         self.remember_chunks(table, chunk, &found);
         Ok(found[0])
+    }
+
+    /// Checks the place of a chunk; waits for the map where it lags behind the table.
+    async fn chunk_at(
+        &self,
+        table: Table,
+        chunk: u32,
+        at: RemotePtr,
+        deadline: Instant,
+    ) -> Result<(), Fault> {
+        let mut retry = Retry::new(deadline);
+        loop {
+            let routes = self.admit()?;
+            match self.check_chunk(&routes, table, chunk, at) {
+                Ok(()) => return Ok(()),
+                Err(trouble) => retry.after(&self.fabric, routes.epoch(), trouble, true).await?,
+            }
+        }
+    }
+
+    /// Makes all of the first `count` chunks known that are there.
+    ///
+    /// # Errors
+    /// If one lies where none may.
+    pub(crate) async fn read_table(
+        &self,
+        table: Table,
+        count: u32,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<(), Fault> {
+        let mut gather = Gather::new();
+        let mut first = 0;
+        while first < count {
+            let window = (count - first).min(16 * TABLE_WINDOW);
+            gather.clear();
+            gather.push(self.table_at(table, first), 8 * u64::from(window));
+            self.gather(&mut gather, deadline, cost).await?;
+            let words = gather.get(0).chunks_exact(8).map(|bytes| RemotePtr::from_word(word(bytes, 0)));
+            let there: Vec<_> = (first..).zip(words).filter(|(_, at)| !at.is_null()).collect();
+            for (chunk, at) in there {
+                if self.known_chunk(table, chunk).is_none() {
+                    self.chunk_at(table, chunk, at, deadline).await?;
+                    self.remember_chunks(table, chunk, &[at]);
+                }
+            }
+            first += window;
+        }
+        Ok(())
     }
 
     /// Makes the chunks of `nodes` known, so that [`Self::place`] finds them.
@@ -718,7 +760,7 @@ impl<V: Verbs> Collection<V> {
     ) -> Result<Option<Entry>, Fault> {
         {
             let mut cache = self.entry.lock();
-            let age = cache.as_of.elapsed();
+            let age = cache.as_of.map_or(Duration::MAX, |as_of| as_of.elapsed());
             if age < self.options.staleness_bound {
                 if age >= self.options.staleness_bound / 2 && !cache.is_refreshing {
                     cache.is_refreshing = true;
@@ -756,7 +798,7 @@ impl<V: Verbs> Collection<V> {
                 return Err(corrupt(format!("collection '{}': entry point word {word:#x}", self.name)));
             }
             let mut cache = self.entry.lock();
-            cache.as_of = cache.as_of.max(as_of);
+            cache.as_of = cache.as_of.max(Some(as_of));
             return Ok(cache.entry);
         };
         let known = self.cached_entry().filter(|entry| entry.point == point);
@@ -783,7 +825,7 @@ impl<V: Verbs> Collection<V> {
         if cache.entry.is_none_or(|old| entry.point.level > old.point.level) {
             cache.entry = Some(entry);
         }
-        cache.as_of = cache.as_of.max(as_of);
+        cache.as_of = cache.as_of.max(Some(as_of));
     }
 
     /// Reads a node's meta word.

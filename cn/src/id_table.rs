@@ -12,6 +12,7 @@
 //! record whose slot was taken over was made *dead* before, by COMPARE_SWAP, so that it can never become live.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shine_common::ids::{ExternalId, NodeId, RemotePtr, SessionId};
@@ -146,7 +147,7 @@ pub(crate) async fn lookup<V: Verbs>(
     reader: &mut Reader<V>,
     id: ExternalId,
 ) -> Result<Option<(NodeId, u8)>, Fault> {
-    let collection = std::sync::Arc::clone(&reader.collection);
+    let collection = Arc::clone(&reader.collection);
     let (bucket, fingerprint) = bucket_of(&collection, id);
     let mut seen: Vec<u64> = Vec::new();
     for _ in 0..LOOKUP_RETRY_MAX {
@@ -184,7 +185,7 @@ pub(crate) async fn claim<V: Verbs>(
     id: ExternalId,
     node: NodeId,
 ) -> Result<Claim, Fault> {
-    let collection = std::sync::Arc::clone(&reader.collection);
+    let collection = Arc::clone(&reader.collection);
     let (bucket, fingerprint) = bucket_of(&collection, id);
     let own = IdSlot { state: IdState::Claimed, fingerprint, node }.to_word();
     let mut pause = PAUSE.0;
@@ -232,7 +233,7 @@ async fn claim_locked<V: Verbs>(
     fingerprint: u32,
     own: u64,
 ) -> Result<Outcome, Fault> {
-    let collection = std::sync::Arc::clone(&reader.collection);
+    let collection = Arc::clone(&reader.collection);
     // From here on the deadline is the holder's: a step that is begun is ended.
     let deadline = Instant::now() + lock::HOLD_MAX;
     let chain = read_chain(&collection, bucket, deadline, &mut reader.cost).await?;
@@ -334,7 +335,7 @@ async fn settle<V: Verbs>(
     mut header: Header,
     deadline: Instant,
 ) -> Result<Settled, Fault> {
-    let collection = std::sync::Arc::clone(&reader.collection);
+    let collection = Arc::clone(&reader.collection);
     for _ in 0..4 {
         match header.meta.state {
             NodeState::Live => return Ok(Settled::Live),
@@ -401,13 +402,11 @@ pub(crate) struct DuplicateId {
 /// Enters the ids of many records at once, into a collection that nobody else writes to: whole buckets are read,
 /// filled and written back, without locks. Records must be written before.
 pub(crate) async fn bulk_claim<V: Verbs>(
-    collection: &Collection<V>,
+    reader: &mut Reader<V>,
     ids: &[(ExternalId, NodeId)],
-    read_headers: &mut Reader<V>,
     rooms: &mut Rooms,
-    deadline: Instant,
-    cost: &mut Cost,
 ) -> Result<Result<(), DuplicateId>, Fault> {
+    let (collection, deadline) = (&*Arc::clone(&reader.collection), reader.deadline);
     // Chains by first bucket; `wave` are the buckets to read next, with the chain that they belong to.
     let mut chains: Vec<Chain> = Vec::new();
     let mut chain_of: HashMap<RemotePtr, usize> = HashMap::new();
@@ -426,7 +425,7 @@ pub(crate) async fn bulk_claim<V: Verbs>(
         for (_, bucket) in &wave {
             gather.push(*bucket, ID_BUCKET_BYTES);
         }
-        collection.gather(&mut gather, deadline, cost).await?;
+        reader.gather(&mut gather).await?;
         let mut behind = Vec::new();
         for (i, (chain, bucket)) in wave.iter().enumerate() {
             let bytes: [u8; ID_BUCKET_BYTES as usize] = gather.get(i).try_into().expect("a bucket was read");
@@ -449,10 +448,16 @@ pub(crate) async fn bulk_claim<V: Verbs>(
         let (bucket, fingerprint) = bucket_of(collection, *id);
         let chain = &mut chains[chain_of[&bucket]];
         let same: Vec<_> = chain.matches(fingerprint)?.iter().map(|found| found.slot.node).collect();
-        for (first, header) in same.iter().zip(read_headers.headers(&same).await?) {
-            if header.id == *id {
+        let mut is_entered = false;
+        for (first, header) in same.iter().zip(reader.headers(&same).await?) {
+            // A piece that is sent again finds its own claims.
+            is_entered |= first == node;
+            if header.id == *id && first != node {
                 return Ok(Err(DuplicateId { id: *id, first: *first, second: *node }));
             }
+        }
+        if is_entered {
+            continue;
         }
         let own = IdSlot { state: IdState::Claimed, fingerprint, node: *node }.to_word();
         let at = match chain.first_free() {
@@ -463,8 +468,9 @@ pub(crate) async fn bulk_claim<V: Verbs>(
                 }
                 let turn =
                     collection.regions().iter().position(|region| *region == bucket.region()).unwrap_or(0);
-                let new =
-                    rooms.allocate(collection, ID_BUCKET_BYTES, turn, "id bucket", deadline, cost).await?;
+                let new = rooms
+                    .allocate(collection, ID_BUCKET_BYTES, turn, "id bucket", deadline, &mut reader.cost)
+                    .await?;
                 let (last, bytes) = chain.buckets.last_mut().expect("a chain has its first bucket");
                 bytes[NEXT as usize..][..8].copy_from_slice(&new.to_word().to_le_bytes());
                 changed.insert(*last, *bytes);
@@ -487,7 +493,7 @@ pub(crate) async fn bulk_claim<V: Verbs>(
     for (at, bytes) in &changed {
         set.push(*at, bytes);
     }
-    collection.write(&set, deadline, cost).await?;
+    collection.write(&set, deadline, &mut reader.cost).await?;
     Ok(Ok(()))
 }
 
@@ -496,7 +502,7 @@ pub(crate) async fn bulk_lookup<V: Verbs>(
     reader: &mut Reader<V>,
     ids: &[ExternalId],
 ) -> Result<Vec<Vec<NodeId>>, Fault> {
-    let collection = std::sync::Arc::clone(&reader.collection);
+    let collection = Arc::clone(&reader.collection);
     let mut found = vec![Vec::new(); ids.len()];
     let mut wave: Vec<(usize, RemotePtr)> =
         ids.iter().enumerate().map(|(i, id)| (i, bucket_of(&collection, *id).0)).collect();

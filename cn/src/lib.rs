@@ -7,11 +7,14 @@
 
 pub mod alloc;
 pub mod catalogue;
+pub mod check;
 pub mod collection;
 pub mod counters;
 pub mod fabric;
 pub mod hnsw;
 pub mod id_table;
+pub mod load;
 pub mod lock;
+pub mod node;
 pub mod query;
 pub mod reader;

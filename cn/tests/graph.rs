@@ -10,15 +10,14 @@ use shine_cn::hnsw::insert::{self, Levels};
 use shine_cn::query::{self, Query};
 use shine_common::ids::ExternalId;
 use shine_common::metric::{DType, Metric};
-use shine_common::verbs::local::LocalVerbs;
 use shine_common::wire::{FaultCode, Target};
-use support::{Shape, TestCluster, exact, rows, soon, spec};
+use support::{Shape, TestCluster, TestVerbs, exact, rows, soon, spec};
 
 fn near(vector: &[u8], k: u32, ef: u32) -> Query {
     Query { target: Target::Vector(vector.to_vec()), k, ef, with_vectors: false }
 }
 
-async fn insert_all(collection: &Arc<Collection<LocalVerbs>>, levels: &Levels, rows: &[Vec<u8>], first: u64) {
+async fn insert_all(collection: &Arc<Collection<TestVerbs>>, levels: &Levels, rows: &[Vec<u8>], first: u64) {
     for (i, row) in rows.iter().enumerate() {
         let id = ExternalId::Num(first + i as u64);
         insert::insert(collection, levels, id, row.clone(), soon()).await.unwrap();
@@ -26,7 +25,7 @@ async fn insert_all(collection: &Arc<Collection<LocalVerbs>>, levels: &Levels, r
 }
 
 async fn recall_at_10(
-    collection: &Arc<Collection<LocalVerbs>>,
+    collection: &Arc<Collection<TestVerbs>>,
     rows: &[Vec<u8>],
     queries: &[Vec<u8>],
     ef: u32,

@@ -3,9 +3,11 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use futures_util::future::{BoxFuture, ready};
 use parking_lot::Mutex;
 use rand::{RngExt as _, SeedableRng as _};
@@ -14,13 +16,13 @@ use shine_cn::catalogue::Catalogue;
 use shine_cn::collection::{Collection, Options};
 use shine_cn::counters::Counters;
 use shine_cn::fabric::{Connect, Fabric};
-use shine_common::ids::{CollectionId, Epoch, Incarnation, RegionId};
+use shine_common::ids::{CollectionId, Epoch, Incarnation, RegionId, SessionId};
 use shine_common::layout::CollectionParams;
 use shine_common::metric::{DType, Metric};
-use shine_common::verbs::VerbError;
 use shine_common::verbs::host::{Clock, Host, HostOptions};
 use shine_common::verbs::local::LocalVerbs;
 use shine_common::verbs::memory::{HugePages, RegionMemory};
+use shine_common::verbs::{FrameBytes, ReadBatch, ReadReply, VerbError, Verbs, WordAt, WriteBatch};
 use shine_common::wire::{
     ClusterMap, Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, Member,
     MemberState, OracleRequest, OracleResponse, RegionEntry, RegionUse, Role,
@@ -49,24 +51,147 @@ impl Hosts {
     }
 }
 
-/// Opens local sessions for one compute node. They end with their lease on the hosts' clock if `leased`.
-pub(crate) struct LocalConnect {
-    pub(crate) hosts: Arc<Hosts>,
-    pub(crate) client: String,
-    pub(crate) leased: bool,
-    pub(crate) sessions: Mutex<Vec<Weak<LocalVerbs>>>,
+/// What a test does to one compute node.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    /// Verbs that still go through, if they are counted; then the process is as good as killed.
+    budget: Mutex<Option<u64>>,
+    /// Verbs that went through.
+    spent: AtomicU64,
+    /// Counts connections that were cut.
+    cuts: AtomicU64,
 }
 
-impl Connect<LocalVerbs> for LocalConnect {
-    fn connect(&self, mn: &Member, _deadline: Instant) -> BoxFuture<'static, Result<LocalVerbs, VerbError>> {
+impl Control {
+    /// Lets `verbs` more through.
+    pub(crate) fn allow(&self, verbs: u64) {
+        *self.budget.lock() = Some(verbs);
+    }
+
+    pub(crate) fn spent(&self) -> u64 {
+        self.spent.load(Ordering::SeqCst)
+    }
+
+    /// Cuts every connection that there is now.
+    pub(crate) fn cut(&self) {
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn is_dead(&self) -> bool {
+        *self.budget.lock() == Some(0)
+    }
+
+    fn spend(&self) -> bool {
+        let mut budget = self.budget.lock();
+        match &mut *budget {
+            Some(0) => false,
+            Some(left) => {
+                *left -= 1;
+                self.spent.fetch_add(1, Ordering::SeqCst);
+                true
+            }
+            None => {
+                self.spent.fetch_add(1, Ordering::SeqCst);
+                true
+            }
+        }
+    }
+}
+
+/// Local verbs that a test can end.
+#[derive(Debug)]
+pub(crate) struct TestVerbs {
+    inner: LocalVerbs,
+    control: Arc<Control>,
+    /// Cuts when it was opened.
+    cuts: u64,
+}
+
+impl TestVerbs {
+    async fn gate(&self) -> Result<(), VerbError> {
+        // Tasks take turns, as they do where verbs take time.
+        tokio::task::yield_now().await;
+        if self.is_cut() || !self.control.spend() {
+            return Err(VerbError::ConnectionLost { peer: Arc::clone(self.inner.peer()), why: "cut".into() });
+        }
+        Ok(())
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cuts != self.control.cuts.load(Ordering::SeqCst)
+    }
+}
+
+impl Verbs for TestVerbs {
+    fn peer(&self) -> &Arc<str> {
+        self.inner.peer()
+    }
+
+    fn session(&self) -> SessionId {
+        self.inner.session()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.is_cut() || self.control.is_dead() || self.inner.is_lost()
+    }
+
+    async fn read(&self, batch: ReadBatch, deadline: Instant) -> Result<ReadReply, VerbError> {
+        self.gate().await?;
+        self.inner.read(batch, deadline).await
+    }
+
+    async fn write(&self, batch: WriteBatch, deadline: Instant) -> Result<FrameBytes, VerbError> {
+        self.gate().await?;
+        self.inner.write(batch, deadline).await
+    }
+
+    async fn compare_swap(&self, word: WordAt, old: u64, new: u64, deadline: Instant) -> Result<u64, VerbError> {
+        self.gate().await?;
+        self.inner.compare_swap(word, old, new, deadline).await
+    }
+
+    async fn fetch_add(&self, word: WordAt, add: u64, deadline: Instant) -> Result<u64, VerbError> {
+        self.gate().await?;
+        self.inner.fetch_add(word, add, deadline).await
+    }
+
+    async fn session_alive(&self, session: SessionId, deadline: Instant) -> Result<bool, VerbError> {
+        self.gate().await?;
+        self.inner.session_alive(session, deadline).await
+    }
+
+    async fn send(&self, message: Bytes, deadline: Instant) -> Result<(), VerbError> {
+        self.gate().await?;
+        self.inner.send(message, deadline).await
+    }
+
+    async fn recv(&self, deadline: Instant) -> Result<Bytes, VerbError> {
+        self.inner.recv(deadline).await
+    }
+}
+
+/// Opens local sessions for one compute node. They end with their lease on the hosts' clock if `is_leased`.
+struct LocalConnect {
+    hosts: Arc<Hosts>,
+    client: String,
+    is_leased: bool,
+    control: Arc<Control>,
+}
+
+impl Connect<TestVerbs> for LocalConnect {
+    fn connect(&self, mn: &Member, _deadline: Instant) -> BoxFuture<'static, Result<TestVerbs, VerbError>> {
         let lost = |why: String| VerbError::ConnectionLost { peer: mn.name.as_str().into(), why };
-        let opened = if self.hosts.down.lock().contains(&mn.name) {
+        let opened = if self.hosts.down.lock().contains(&mn.name) || self.control.is_dead() {
             Err(lost("refused".into()))
         } else {
             let host = self.hosts.host(&mn.name);
             if host.incarnation() == mn.incarnation {
-                let open = if self.leased { LocalVerbs::connect_leased } else { LocalVerbs::connect };
-                open(&host, &self.client).map_err(|error| lost(error.to_string()))
+                let open = if self.is_leased { LocalVerbs::connect_leased } else { LocalVerbs::connect };
+                let control = Arc::clone(&self.control);
+                let cuts = control.cuts.load(Ordering::SeqCst);
+                open(&host, &self.client)
+                    .map(|inner| TestVerbs { inner, control, cuts })
+                    .map_err(|error| lost(error.to_string()))
             } else {
                 Err(lost("another incarnation".into()))
             }
@@ -78,7 +203,7 @@ impl Connect<LocalVerbs> for LocalConnect {
 struct OracleState {
     map: ClusterMap,
     next_collection: u32,
-    fabrics: Vec<Weak<Fabric<LocalVerbs>>>,
+    fabrics: Vec<Weak<Fabric<TestVerbs>>>,
     is_reachable: bool,
 }
 
@@ -109,7 +234,7 @@ impl TestOracle {
         result
     }
 
-    fn subscribe(&self, fabric: &Arc<Fabric<LocalVerbs>>) {
+    fn subscribe(&self, fabric: &Arc<Fabric<TestVerbs>>) {
         let mut state = self.state.lock();
         state.fabrics.push(Arc::downgrade(fabric));
         fabric.publish(Arc::new(state.map.clone()));
@@ -270,49 +395,60 @@ impl TestCluster {
         Self { hosts, oracle, clock }
     }
 
-    /// The data plane of one more compute node.
-    pub(crate) fn fabric(&self, name: &str) -> Arc<Fabric<LocalVerbs>> {
-        self.fabric_with(name, false)
-    }
-
-    /// As [`Self::fabric`]; with `leased`, sessions end with their lease on the cluster's clock.
-    pub(crate) fn fabric_with(&self, name: &str, leased: bool) -> Arc<Fabric<LocalVerbs>> {
+    /// The data plane of one more compute node. With `is_leased`, sessions end with their lease on the cluster's clock.
+    pub(crate) fn fabric(&self, name: &str, is_leased: bool) -> (Arc<Fabric<TestVerbs>>, Arc<Control>) {
+        let control = Arc::new(Control::default());
         let connect = LocalConnect {
             hosts: Arc::clone(&self.hosts),
             client: name.to_owned(),
-            leased,
-            sessions: Mutex::default(),
+            is_leased,
+            control: Arc::clone(&control),
         };
         let fabric = Fabric::new(Arc::new(connect), Arc::new(Counters::default()));
         self.oracle.subscribe(&fabric);
-        fabric
+        (fabric, control)
     }
 
     pub(crate) fn catalogue(&self) -> Arc<dyn Catalogue> {
         Arc::clone(&self.oracle) as Arc<dyn Catalogue>
     }
 
-    pub(crate) async fn create(&self, spec: CollectionSpec) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
-        Collection::create(self.fabric("cn-0"), self.catalogue(), spec, options(), soon()).await
+    pub(crate) async fn create(&self, spec: CollectionSpec) -> Result<Arc<Collection<TestVerbs>>, Fault> {
+        let (fabric, _) = self.fabric("cn-0", false);
+        Collection::create(fabric, self.catalogue(), spec, options(), soon()).await
     }
 
     /// Opens a collection on a compute node of its own.
-    pub(crate) async fn open(
-        &self,
-        cn: &str,
-        collection: &str,
-    ) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
-        self.open_on(self.fabric(cn), collection).await
+    pub(crate) async fn open(&self, cn: &str, collection: &str) -> Result<Arc<Collection<TestVerbs>>, Fault> {
+        self.open_on(self.fabric(cn, false).0, collection).await
     }
 
     pub(crate) async fn open_on(
         &self,
-        fabric: Arc<Fabric<LocalVerbs>>,
+        fabric: Arc<Fabric<TestVerbs>>,
         collection: &str,
-    ) -> Result<Arc<Collection<LocalVerbs>>, Fault> {
+    ) -> Result<Arc<Collection<TestVerbs>>, Fault> {
         let map = self.oracle.map();
         let entry = map.collection(collection).expect("known collection");
         Collection::open(fabric, self.catalogue(), entry, options(), soon()).await
+    }
+
+    /// Replaces a memory node by a restarted one: same regions, empty.
+    pub(crate) fn restart(&self, name: &str) {
+        let life = Incarnation(self.hosts.host(name).incarnation().0 + 100);
+        let options = HostOptions { clock: self.clock.clone(), ..HostOptions::default() };
+        let host = Host::new(name, life, options);
+        self.oracle.change(|map| {
+            let epoch = map.epoch;
+            for region in map.regions.iter_mut().filter(|region| region.mn == name) {
+                (region.epoch, region.born) = (epoch, epoch);
+                let memory = RegionMemory::new(region.bytes, HugePages::Off).expect("memory");
+                host.add_region(region.id, epoch, epoch, memory).expect("a new region");
+            }
+            let member = map.members.iter_mut().find(|member| member.name == name).expect("known member");
+            member.incarnation = life;
+            self.hosts.hosts.lock().insert(name.to_owned(), Arc::clone(&host));
+        });
     }
 }
 
@@ -359,7 +495,7 @@ pub(crate) fn rows(seed: u64, count: usize, dim: usize) -> Vec<Vec<u8>> {
 
 /// Indices of the exact nearest rows, nearest first.
 pub(crate) fn exact(
-    collection: &Collection<LocalVerbs>,
+    collection: &Collection<TestVerbs>,
     rows: &[Vec<u8>],
     query: &[u8],
     k: usize,
