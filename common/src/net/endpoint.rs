@@ -40,6 +40,10 @@ use crate::wire::Role;
 
 /// UDP payload between processes of one host: as large as pays (larger stalls at start-up).
 pub const LOOPBACK_MTU: u16 = 60_000;
+/// What a loopback connection falls back to at worst. quinn pads its first packets to this size, and their headers
+/// have 14 bits for a length (it panics above).
+const LOOPBACK_MTU_MIN: u16 = 16_000;
+const _: () = assert!(LOOPBACK_MTU_MIN < 1 << 14);
 /// Largest datagram tried on a network: the largest of which ten fit into one GSO send (65,507 bytes).
 const NETWORK_MTU_MAX: u16 = 6_500;
 /// Largest UDP payload that is received: one receive buffer takes any datagram, and any run of datagrams that the
@@ -534,8 +538,8 @@ impl Transports {
         let mut loopback = common();
         loopback
             .initial_mtu(LOOPBACK_MTU)
-            // Full socket buffers look like a black hole; the path never shrinks.
-            .min_mtu(LOOPBACK_MTU)
+            // Full socket buffers can look like a black hole, and what is given up then is given up for good.
+            .min_mtu(LOOPBACK_MTU_MIN)
             .mtu_discovery_config(None)
             .enable_segmentation_offload(false)
             .initial_rtt(Duration::from_millis(50))

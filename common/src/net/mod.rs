@@ -4,5 +4,7 @@
 //! [`rpc`] (calls), [`membership`] (the oracle's client).
 
 pub mod endpoint;
+pub mod membership;
+pub mod rpc;
 pub mod shape;
 pub mod tls;
