@@ -346,10 +346,8 @@ mod tests {
 
     #[test]
     fn address_lists_are_read_and_bad_entries_named() {
-        assert_eq!(
-            parse_addresses("127.0.0.1:7001, [::1]:7002,127.0.0.1:7001").unwrap(),
-            ["127.0.0.1:7001".parse().unwrap(), "[::1]:7002".parse().unwrap()]
-        );
+        let expected: Vec<SocketAddr> = vec![([127, 0, 0, 1], 7001).into(), "[::1]:7002".parse().unwrap()];
+        assert_eq!(parse_addresses("127.0.0.1:7001, [::1]:7002,127.0.0.1:7001"), Ok(expected));
         for (list, named) in [
             ("", "empty"),
             ("127.0.0.1:1,,127.0.0.1:2", "empty"),
