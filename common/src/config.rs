@@ -281,16 +281,19 @@ impl ReadyLine {
     }
 }
 
-/// Waits for SIGTERM or SIGINT (Ctrl-C); says which.
+/// Catches SIGTERM and SIGINT (Ctrl-C) from now on; the future is ready, with its name, when one has come. Made
+/// before the ready line is printed, since whoever waits for that line may signal at once.
 ///
 /// # Errors
-/// If the system refuses a handler.
-pub async fn stop_signal() -> io::Result<&'static str> {
+/// If the system refuses a handler. Needs a tokio runtime.
+pub fn stop_signal() -> io::Result<impl Future<Output = &'static str> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    Ok(tokio::select! {
-        _ = term.recv() => "SIGTERM",
-        _ = int.recv() => "SIGINT",
+    Ok(async move {
+        tokio::select! {
+            _ = term.recv() => "SIGTERM",
+            _ = int.recv() => "SIGINT",
+        }
     })
 }
 
