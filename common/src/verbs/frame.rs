@@ -154,7 +154,10 @@ pub enum FrameError {
         /// Request that it names.
         id: u32,
     },
-    /// The other side opened a lane and sent nothing complete on it.
+    /// More streams than a session has lanes.
+    #[error("more lanes than a session may have")]
+    TooManyLanes,
+    /// The other side ended a lane in the middle of a frame.
     #[error("a stream that ends within a frame")]
     CutShort,
 }
