@@ -531,10 +531,10 @@ mod tests {
         server: &Server,
         hello: Option<Hello>,
         bytes: &[u8],
-    ) -> (Endpoint, Connection) {
+    ) -> (Endpoint, Connection, RecvStream) {
         let cn = caller(ca, Role::Cn, EndpointOptions::default());
         let connection = cn.connect(server.endpoint.local_addr(), Role::Mn, Alpn::Verbs).await.unwrap();
-        let (mut send, _recv) = connection.open_bi().await.unwrap();
+        let (mut send, recv) = connection.open_bi().await.unwrap();
         let mut out = BytesMut::new();
         if let Some(hello) = hello {
             frame::put_hello(&mut out, &hello);
@@ -542,7 +542,7 @@ mod tests {
         out.put_slice(bytes);
         send.write_all(&out).await.unwrap();
         let _ = send.finish();
-        (cn, connection)
+        (cn, connection, recv)
     }
 
     #[tokio::test]
@@ -576,7 +576,7 @@ mod tests {
             (None, BytesMut::from(&b"GET / HTTP/1.1\r\n\r\n"[..]), "unknown kind 32"),
         ];
         for (hello, bytes, expected) in cases {
-            let (_cn, connection) = raw(&ca, &server, hello, &bytes).await;
+            let (_cn, connection, _recv) = raw(&ca, &server, hello, &bytes).await;
             let said = why(&connection.closed().await);
             assert!(said.contains(expected), "{said}: expected {expected}");
             let end = server.ends.recv().await.unwrap().unwrap_err();
@@ -618,7 +618,7 @@ mod tests {
             ("does not wait for one", &|out, id| frame::put_word(out, id + 1, 0)),
             ("does not wait for one", &|out, id| frame::put_word(out, id | 1 << 16, 0)),
             ("does not wait for one", &|out, id| frame::put_flag(out, id, true)),
-            ("unexpected Ping", &|out, id| frame::put_empty(out, Kind::Ping, id)),
+            ("a Ping frame as answer", &|out, id| frame::put_empty(out, Kind::Ping, id)),
             ("bad code", &|out, id| {
                 frame::put_head(out, Kind::Refused, id, 1);
                 out.put_u8(77);
