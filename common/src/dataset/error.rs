@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum DataError {
     /// The operating system refused.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {cause}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What was being done.
         action: &'static str,
         /// The cause.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The content contradicts the format, the size, or the use that was asked for.
     #[error("{}: expected {expected}, found {found}", path.display())]
@@ -49,7 +49,7 @@ pub enum DataError {
         /// Column, from 0.
         column: usize,
         /// The value.
-        value: f32,
+        value: f64,
         /// The element type that was asked for.
         wanted: crate::metric::DType,
     },
@@ -70,7 +70,7 @@ pub enum DataError {
 impl DataError {
     pub(super) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
-        move |source| Self::Io { path, action, source }
+        move |cause| Self::Io { path, action, cause }
     }
 
     pub(super) fn malformed(path: &Path, expected: impl Into<String>, found: impl Into<String>) -> Self {

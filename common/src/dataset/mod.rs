@@ -12,18 +12,25 @@
 //! against the exact size of its file, so that every later access is in range; no content of a file makes this
 //! module panic. Every error names the file, what was expected and what was found.
 
+mod arith;
+mod convert;
 mod error;
 mod find;
 mod format;
 mod knn;
+mod queries;
+mod synth;
 mod truth;
 mod vectors;
 mod writer;
 
+pub use convert::{Conversion, Converted, convert};
 pub use error::DataError;
 pub use find::{FileHash, default_root, find_file, sha256_file};
 pub use format::{Content, Format};
 pub use knn::{Progress, exact_neighbours};
+pub use queries::{REGION_CELLS, RegionQueries, hold_out, region_queries};
+pub use synth::{Synth, SynthShape};
 pub use truth::{Truth, write_truth};
 pub use vectors::Vectors;
 pub use writer::{AtomicFile, VectorWriter};

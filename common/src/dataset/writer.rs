@@ -83,9 +83,9 @@ impl AtomicFile {
             .map_err(|error| error.into_error())
             .and_then(|file| file.sync_all())
             .and_then(|()| fs::rename(&self.temporary, &self.target))
-            .map_err(|source| {
+            .map_err(|cause| {
                 let _ = fs::remove_file(&self.temporary);
-                DataError::Io { path: self.target.clone(), action: "write", source }
+                DataError::Io { path: self.target.clone(), action: "write", cause }
             })
     }
 }
