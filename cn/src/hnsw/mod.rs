@@ -1,9 +1,22 @@
 //! HNSW: the search machine, the selection heuristic and what is built from them.
 //!
-//! [`search`], [`select`] and [`visited`] are pure: no socket, file, clock or thread. Every driver (local, remote,
-//! insert, bulk builder) runs that one machine, so that one graph gives the same answers everywhere.
+//! ```text
+//! search, select, visited (pure) ◀─ local (a graph in this process) ◀─ build, hnsw_rs_builder ─▶ graph ─▶ graph file
+//!            ▲
+//!            └─ insert, and the reader of remote memory
+//! ```
+//!
+//! Every driver (local, remote, insert, bulk builder) runs the one search machine, so that one graph gives the same
+//! answers everywhere.
 
+pub mod build;
+pub mod graph;
+#[cfg(feature = "hnsw_rs")]
+pub mod hnsw_rs_builder;
 pub mod insert;
+pub mod local;
+mod prefetch;
+mod repair;
 pub mod search;
 pub mod select;
 pub mod visited;

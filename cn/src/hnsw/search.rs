@@ -288,6 +288,17 @@ impl<V: Visited> Search<V> {
         self.stats.distances += 1;
     }
 
+    /// Feeds all wanted vectors, for who has them at hand: `distance` is asked for each in order, with all of them and
+    /// its place, so that it can look ahead.
+    #[inline]
+    pub fn feed_distances(&mut self, mut distance: impl FnMut(&[NodeId], usize) -> f32) {
+        for at in 0..self.keys.len() {
+            self.keys[at] = key_of(distance(&self.wanted_vectors, at), self.wanted_vectors[at]);
+        }
+        self.vectors_fed = self.keys.len();
+        self.stats.distances += self.keys.len() as u32;
+    }
+
     /// Says that the `at`-th wanted vector cannot be had: the node is passed over.
     pub fn feed_missing(&mut self, at: usize) {
         self.keys[at] = MISSING;

@@ -25,6 +25,21 @@ pub fn heuristic(
     mut pair_distance: impl FnMut(NodeId, NodeId) -> f32,
     chosen: &mut Vec<Candidate>,
 ) {
+    let crowds = |candidate: &Candidate, taken: &Candidate| {
+        pair_distance(candidate.node(), taken.node()) < candidate.distance()
+    };
+    heuristic_by(candidates, m, pruned, crowds, chosen);
+}
+
+/// [`heuristic`] for who knows some answers beforehand: `crowds` says whether the second candidate, taken already, is
+/// nearer to the first than the node that wants neighbours is.
+pub fn heuristic_by(
+    candidates: &[Candidate],
+    m: usize,
+    pruned: Pruned,
+    mut crowds: impl FnMut(&Candidate, &Candidate) -> bool,
+    chosen: &mut Vec<Candidate>,
+) {
     debug_assert!(
         candidates.windows(2).all(|pair| pair[0] < pair[1]),
         "candidates come nearest first, each once"
@@ -38,8 +53,7 @@ pub fn heuristic(
         if chosen.len() == m {
             return;
         }
-        let own = candidate.distance();
-        if !chosen.iter().any(|taken| pair_distance(candidate.node(), taken.node()) < own) {
+        if !chosen.iter().any(|taken| crowds(candidate, taken)) {
             chosen.push(*candidate);
         }
     }
