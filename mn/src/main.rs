@@ -1,1 +1,70 @@
-fn main() {}
+//! `shine-mn`: see `shine-mn --help`.
+
+#![forbid(unsafe_code)]
+
+use std::pin::pin;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser as _;
+use shine_common::config::{ReadyLine, init_logs, stop_signal};
+use shine_common::net::endpoint::{Endpoint, EndpointOptions};
+use shine_common::net::tls::Identity;
+use shine_common::wire::Role;
+use shine_mn::config::{Config, Options};
+use shine_mn::node::{MemoryNode, Setup};
+
+/// Time that an oracle has to appear, so that processes may start in any order.
+const JOIN_TIME: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    match start(Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("shine-mn: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start(options: Options) -> anyhow::Result<()> {
+    let config = options.load()?;
+    init_logs(&config.log)?;
+    let runtime = if config.threads == 1 {
+        tokio::runtime::Builder::new_current_thread().enable_all().build()?
+    } else {
+        tokio::runtime::Builder::new_multi_thread().worker_threads(config.threads).enable_all().build()?
+    };
+    runtime.block_on(serve(config))
+}
+
+async fn serve(config: Config) -> anyhow::Result<()> {
+    let identity = Identity::load(&config.cert_dir)?.expect_role(Role::Mn)?;
+    let name = identity.name().to_string();
+    if let Some(given) = config.name
+        && given != name
+    {
+        anyhow::bail!("--name {given}: the certificate in {} is for '{name}'", config.cert_dir.display());
+    }
+    let signal = stop_signal()?;
+    let stop = async { tracing::info!(signal = signal.await, "leaving") };
+    let mut stop = pin!(stop);
+    let options = EndpointOptions { link_mbit: config.link_mbit, ..EndpointOptions::default() };
+    let endpoint = Endpoint::bind(config.listen, identity, options)?;
+    let setup = Setup {
+        addr: config.advertise.unwrap_or(endpoint.local_addr()),
+        endpoint,
+        oracles: config.oracles,
+        regions: config.regions,
+        region_bytes: config.region_bytes,
+        huge_pages: config.huge_pages,
+        access_lease: config.access_lease,
+    };
+    let node = tokio::select! {
+        node = MemoryNode::start(setup, Instant::now() + JOIN_TIME) => node?,
+        () = &mut stop => return Ok(()),
+    };
+    ReadyLine::new(Role::Mn, &name, node.addr()).print();
+    node.run(stop).await?;
+    Ok(())
+}

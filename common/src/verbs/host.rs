@@ -203,6 +203,8 @@ struct Region {
 struct Epochs {
     current: Epoch,
     born: Epoch,
+    /// The region was given up; who still holds it from before finds this.
+    is_removed: bool,
 }
 
 /// A region's state, for reports.
@@ -401,9 +403,25 @@ impl Host {
         let Err(at) = regions.binary_search_by_key(&id, |r| r.id) else {
             return Err(RegionError::Exists(id));
         };
-        let epochs = Mutex::new(Epochs { current: epoch, born });
+        let epochs = Mutex::new(Epochs { current: epoch, born, is_removed: false });
         regions.insert(at, Arc::new(Region { id, memory, epochs }));
         self.regions.store(Arc::new(regions));
+        Ok(())
+    }
+
+    /// Gives a region up, content and all. When this returns, no verb on it is under way or will be executed.
+    ///
+    /// # Errors
+    /// If the region is not here.
+    pub fn remove_region(&self, id: RegionId) -> Result<(), RegionError> {
+        let _one_at_a_time = self.regions_change.lock();
+        let mut regions = Vec::clone(&self.regions.load());
+        let Ok(at) = regions.binary_search_by_key(&id, |r| r.id) else {
+            return Err(RegionError::Missing(id));
+        };
+        let region = regions.remove(at);
+        self.regions.store(Arc::new(regions));
+        region.epochs.lock().is_removed = true;
         Ok(())
     }
 
@@ -416,7 +434,7 @@ impl Host {
         let region = self.region(id).ok_or(RegionError::Missing(id))?;
         let mut epochs = region.epochs.lock();
         if epoch > epochs.current {
-            *epochs = Epochs { current: epoch, born };
+            *epochs = Epochs { current: epoch, born, is_removed: false };
         }
         Ok(())
     }
@@ -431,7 +449,7 @@ impl Host {
         let mut epochs = region.epochs.lock();
         if epoch > epochs.current {
             region.memory.zero();
-            *epochs = Epochs { current: epoch, born };
+            *epochs = Epochs { current: epoch, born, is_removed: false };
         }
         Ok(())
     }
@@ -878,6 +896,9 @@ pub(super) fn check_message_size(bytes: usize) -> Result<(), VerbError> {
 }
 
 fn check_epoch(region: RegionId, named: Epoch, epochs: Epochs) -> Result<(), VerbError> {
+    if epochs.is_removed {
+        return Err(VerbError::NoSuchRegion { region });
+    }
     let current = epochs.current;
     match named.cmp(&current) {
         std::cmp::Ordering::Equal => Ok(()),
@@ -962,6 +983,21 @@ mod tests {
             Ok(5),
             "a repeated reset of one epoch is one reset"
         );
+    }
+
+    #[test]
+    fn a_removed_region_is_gone_and_its_id_starts_anew() {
+        let host = host(&Clock::manual());
+        let session = host.open_session("cn-0").unwrap();
+        host.fetch_add(&session, word(R, 8, 10), 5).unwrap();
+        host.remove_region(R).unwrap();
+        assert_eq!(host.fetch_add(&session, word(R, 8, 10), 1), Err(VerbError::NoSuchRegion { region: R }));
+        assert_eq!(host.remove_region(R), Err(RegionError::Missing(R)));
+        assert_eq!(host.fetch_add(&session, word(RegionId(5), 8, 10), 1), Ok(0), "others stay");
+        let memory = RegionMemory::new(4096, HugePages::Off).unwrap();
+        host.add_region(R, Epoch(20), Epoch(20), memory).unwrap();
+        assert_eq!(host.fetch_add(&session, word(R, 8, 20), 1), Ok(0));
+        assert_eq!(host.regions().len(), 2);
     }
 
     #[test]
