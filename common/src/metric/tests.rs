@@ -50,7 +50,7 @@ fn vector(dtype: DType, shape: Shape, dim: usize, seed: u64) -> Vec<u8> {
                 let value = [0.0, f32::MAX, -f32::MAX, f32::from_bits(1), -f32::MIN_POSITIVE][pick];
                 out.extend(value.to_le_bytes());
             }
-            (DType::F16, Shape::Ordinary) => out.extend(f16::from_f32(unit).to_le_bytes()),
+            (DType::F16, Shape::Ordinary) => out.extend(f16::from_f32_const(unit).to_le_bytes()),
             (DType::F16, Shape::AnyFinite) => {
                 let value = f16::from_bits((bits >> 16) as u16);
                 out.extend(if value.is_finite() { value } else { f16::NEG_ZERO }.to_le_bytes());

@@ -14,10 +14,14 @@ use source::{Source, files, root, rust_files, words};
 
 /// Modules that decide and compute, and do nothing else: files, or folders with all that is in them.
 const PURE: &[&str] = &[
+    "cn/src/hnsw/search.rs",
+    "cn/src/hnsw/select.rs",
+    "cn/src/hnsw/visited.rs",
     "common/src/ids.rs",
     "common/src/layout.rs",
     "common/src/metric",
     "common/src/metric.rs",
+    "common/src/verbs/frame.rs",
     "common/src/wire.rs",
 ];
 
@@ -57,7 +61,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("shine-tests", &["shine-common", "shine-cn", "shine-mn", "shine-oracle", "shine-client", "shine-sim"]),
 ];
 
-/// Where `unsafe` may stand: remote memory, memory maps, prefetch, SIMD.
+/// Where `unsafe` may stand: remote memory, memory maps, prefetch, SIMD, and what a child does before it is a program.
 const UNSAFE: &[&str] = &[
     "common/benches/distance.rs",
     "common/src/dataset/",
@@ -65,10 +69,11 @@ const UNSAFE: &[&str] = &[
     "common/src/metric.rs",
     "common/src/metric/",
     "common/src/verbs/memory.rs",
+    "sim/src/cluster/process.rs",
 ];
 
 /// A file with more lines than this before its tests is to be split by responsibility.
-const LINES_MAX: usize = 900;
+const LINES_MAX: usize = 1000;
 
 fn report(rule: &str, findings: Vec<String>) {
     assert!(findings.is_empty(), "{rule}:\n  {}\n", findings.join("\n  "));
