@@ -6,7 +6,7 @@
 //! checked form, naming all problems at once ([`Problems`]).
 
 use std::fmt;
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal as _, Write as _};
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -250,7 +250,11 @@ pub fn init_logs(filter: &str) -> Result<(), ConfigError> {
     if filter.trim().is_empty() {
         return Err(bad("it is empty".into()));
     }
-    let _ = tracing_subscriber::fmt().with_env_filter(parsed).with_writer(io::stderr).try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(parsed)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .try_init();
     Ok(())
 }
 
