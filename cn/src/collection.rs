@@ -706,18 +706,12 @@ impl<V: Verbs> Collection<V> {
         Ok(())
     }
 
-    /// Makes the chunks of `nodes` known, so that [`Self::place`] finds them.
-    pub(crate) async fn learn(
-        &self,
-        nodes: impl IntoIterator<Item = NodeId>,
-        deadline: Instant,
-        cost: &mut Cost,
-    ) -> Result<(), Fault> {
-        for node in nodes {
-            if self.place(node).is_none() {
-                let (chunk, _) = self.params.place(node);
-                self.chunk(Table::Nodes, chunk, deadline, cost).await?;
-            }
+    /// Makes the chunk of `node` known, so that [`Self::place`] finds it.
+    #[inline]
+    pub(crate) async fn learn(&self, node: NodeId, deadline: Instant, cost: &mut Cost) -> Result<(), Fault> {
+        if self.place(node).is_none() {
+            let (chunk, _) = self.params.place(node);
+            self.chunk(Table::Nodes, chunk, deadline, cost).await?;
         }
         Ok(())
     }
@@ -835,7 +829,7 @@ impl<V: Verbs> Collection<V> {
         deadline: Instant,
         cost: &mut Cost,
     ) -> Result<NodeMeta, Fault> {
-        self.learn([node], deadline, cost).await?;
+        self.learn(node, deadline, cost).await?;
         let (chunk, slot) = self.place(node).expect("learnt above");
         let at = self.params.header_at(chunk, slot).add(header::META);
         let word = self.read_word(at, deadline, cost).await?;

@@ -380,7 +380,7 @@ pub(crate) async fn swap_meta<V: Verbs>(
     deadline: Instant,
     cost: &mut Cost,
 ) -> Result<bool, Fault> {
-    collection.learn([node], deadline, cost).await?;
+    collection.learn(node, deadline, cost).await?;
     let (chunk, slot) = collection.place(node).expect("learnt above");
     let at = collection.params().header_at(chunk, slot).add(header::META);
     Ok(collection.compare_swap(at, old.to_word(), new.to_word(), deadline, cost).await? == old.to_word())

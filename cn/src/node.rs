@@ -433,20 +433,20 @@ impl<V: Verbs> Node<V> {
     async fn list(self: &Arc<Self>, deadline: Instant) -> Vec<CollectionInfo> {
         let routes = self.fabric.routes();
         let deadline = deadline.min(Instant::now() + LIST_TIME);
-        let mut infos: Vec<_> = stream::iter(routes.map().collections.clone())
-            .map(|entry| async move {
-                let info = async {
-                    let collection = self.collection(&entry.name, deadline).await?;
-                    self.info(&collection, deadline).await
-                };
-                // Of one whose memory nodes do not answer, what the map says is told.
-                info.await.unwrap_or_else(|_| self.info_of_map(&entry))
-            })
-            .buffer_unordered(LIST_PARALLEL)
-            .collect()
-            .await;
+        let entries = routes.map().collections.clone();
+        let asked: Vec<_> = entries.into_iter().map(|entry| self.info_or_map(entry, deadline)).collect();
+        let mut infos: Vec<_> = stream::iter(asked).buffer_unordered(LIST_PARALLEL).collect().await;
         infos.sort_by(|a, b| a.name.cmp(&b.name));
         infos
+    }
+
+    /// Of a collection whose memory nodes do not answer, what the map says is told.
+    async fn info_or_map(self: &Arc<Self>, entry: MapEntry, deadline: Instant) -> CollectionInfo {
+        let info = async {
+            let collection = self.collection(&entry.name, deadline).await?;
+            self.info(&collection, deadline).await
+        };
+        info.await.unwrap_or_else(|_| self.info_of_map(&entry))
     }
 
     fn info_of_map(&self, entry: &MapEntry) -> CollectionInfo {

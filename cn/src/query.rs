@@ -120,9 +120,10 @@ async fn live<V: Verbs>(
     while hits.len() < k && !rest.is_empty() {
         let (now, later) = rest.split_at(batch.min(rest.len()));
         gather.clear();
-        reader.want_headers(now.iter().map(|(node, _)| *node), &mut gather).await?;
+        let nodes: Vec<_> = now.iter().map(|(node, _)| *node).collect();
+        reader.want_headers(&nodes, &mut gather).await?;
         if with_vectors {
-            reader.want_vectors(now.iter().map(|(node, _)| *node), &mut gather).await?;
+            reader.want_vectors(&nodes, &mut gather).await?;
         }
         reader.gather(&mut gather).await?;
         for (i, (node, distance)) in now.iter().enumerate() {
@@ -157,7 +158,7 @@ async fn find<V: Verbs>(reader: &mut Reader<V>, id: ExternalId) -> Result<Record
         return Err(Fault::new(FaultCode::NotFound, message));
     };
     let mut gather = Gather::new();
-    reader.want_vectors([node], &mut gather).await?;
+    reader.want_vectors(&[node], &mut gather).await?;
     reader.gather(&mut gather).await?;
     Ok(Record { node, level, vector: gather.get(0).to_vec() })
 }

@@ -113,14 +113,10 @@ impl<V: Verbs> Reader<V> {
     }
 
     /// Adds the headers of `nodes` to `gather`.
-    pub(crate) async fn want_headers(
-        &mut self,
-        nodes: impl IntoIterator<Item = NodeId>,
-        gather: &mut Gather,
-    ) -> Result<(), Fault> {
+    pub(crate) async fn want_headers(&mut self, nodes: &[NodeId], gather: &mut Gather) -> Result<(), Fault> {
         for node in nodes {
-            self.collection.learn([node], self.deadline, &mut self.cost).await?;
-            let (chunk, slot) = self.collection.place(node).expect("learnt above");
+            self.collection.learn(*node, self.deadline, &mut self.cost).await?;
+            let (chunk, slot) = self.collection.place(*node).expect("learnt above");
             gather.push(self.collection.params().header_at(chunk, slot).add(HEADER_FROM), HEADER_READ);
         }
         Ok(())
@@ -143,25 +139,16 @@ impl<V: Verbs> Reader<V> {
             return Ok(Vec::new());
         }
         let mut gather = Gather::new();
-        self.want_headers(nodes.iter().copied(), &mut gather).await?;
+        self.want_headers(nodes, &mut gather).await?;
         self.gather(&mut gather).await?;
         nodes.iter().enumerate().map(|(i, node)| self.header(*node, gather.get(i))).collect()
     }
 
     /// Adds the vectors of `nodes` to `gather`.
-    pub(crate) async fn want_vectors(
-        &mut self,
-        nodes: impl IntoIterator<Item = NodeId>,
-        gather: &mut Gather,
-    ) -> Result<(), Fault> {
+    pub(crate) async fn want_vectors(&mut self, nodes: &[NodeId], gather: &mut Gather) -> Result<(), Fault> {
         for node in nodes {
-            let (chunk, slot) = match self.collection.place(node) {
-                Some(place) => place,
-                None => {
-                    self.collection.learn([node], self.deadline, &mut self.cost).await?;
-                    self.collection.place(node).expect("learnt above")
-                }
-            };
+            self.collection.learn(*node, self.deadline, &mut self.cost).await?;
+            let (chunk, slot) = self.collection.place(*node).expect("learnt above");
             let params = self.collection.params();
             gather.push(params.vector_at(chunk, slot), params.vector_bytes());
         }
@@ -172,7 +159,7 @@ impl<V: Verbs> Reader<V> {
     pub(crate) async fn want_lists(&mut self, lists: &[ListRef], gather: &mut Gather) -> Result<(), Fault> {
         for list in lists {
             if list.level == 0 {
-                self.collection.learn([list.node], self.deadline, &mut self.cost).await?;
+                self.collection.learn(list.node, self.deadline, &mut self.cost).await?;
                 let (chunk, slot) = self.collection.place(list.node).expect("learnt above");
                 let params = self.collection.params();
                 gather.push(params.list_at(chunk, slot), params.list_stride());
@@ -252,7 +239,7 @@ impl<V: Verbs> Reader<V> {
                 }
                 Step::Vectors => {
                     gather.clear();
-                    self.want_vectors(search.wanted_vectors().iter().copied(), gather).await?;
+                    self.want_vectors(search.wanted_vectors(), gather).await?;
                     self.gather(gather).await?;
                     for at in 0..search.wanted_vectors().len() {
                         let vector = gather.get(at);

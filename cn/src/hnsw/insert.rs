@@ -257,63 +257,84 @@ impl<V: Verbs> Insert<V> {
                 entry.expect("an entry point never goes away")
             }
         };
-        // Two nodes that are both higher than the graph would miss each other on the levels between: the second waits
-        // until the first is the entry point.
-        let mut top: Option<Guard<V>> = None;
-        let mut entry = entry;
-        if slot.level > entry.point.level {
-            let at = collection.home_at(at_home::ENTRY_LOCK);
-            let guard =
-                lock::acquire(&collection, at, Protected::EntryPoint, deadline, &mut self.reader.cost)
-                    .await?;
-            let fresh = collection.refresh_entry(deadline, &mut self.reader.cost).await?;
-            entry = fresh.expect("an entry point never goes away");
-            if slot.level > entry.point.level {
-                top = Some(guard);
-            } else {
-                guard.release(&mut self.reader.cost).await?;
-            }
-        }
-        let backlinks = self.choose(slot, entry).await?;
+        let (entry, levels, alone) = self.search(slot, entry).await?;
+        let backlinks = self.choose(slot, &levels).await?;
         self.link_back(slot, meta.upper, &backlinks).await?;
-        if let Some(mut guard) = top {
-            let at = collection.home_at(at_home::ENTRY_POINT);
-            let as_of = Instant::now();
-            let (old, new) = (entry.point.to_word(), own.point.to_word());
-            let was = guard.compare_swap(at, old, new, &mut self.reader.cost).await?;
-            if was != old {
-                let message = format!("the entry point changed to {was:#x} under its lock");
-                return Err(Fault::new(FaultCode::Internal, message));
+        if let Some(mut guard) = alone {
+            if slot.level > entry.point.level {
+                let at = collection.home_at(at_home::ENTRY_POINT);
+                let as_of = Instant::now();
+                let (old, new) = (entry.point.to_word(), own.point.to_word());
+                let was = guard.compare_swap(at, old, new, &mut self.reader.cost).await?;
+                if was != old {
+                    let message = format!("the entry point changed to {was:#x} under its lock");
+                    return Err(Fault::new(FaultCode::Internal, message));
+                }
+                collection.set_entry(own, as_of);
             }
-            collection.set_entry(own, as_of);
             guard.release(&mut self.reader.cost).await?;
         }
         Ok(())
     }
 
-    /// Finds the neighbours on every level and writes the new node's own lists. Nobody can reach them yet, so they need
-    /// no lock.
-    async fn choose(&mut self, slot: Slot, entry: Entry) -> Result<Vec<Backlink>, Fault> {
+    /// Searches all levels of the new node. Two kinds of inserts go one after another, under the entry point's lock
+    /// until they are linked: nodes higher than the graph, which would miss each other on the levels between, and those
+    /// that find fewer than m others, since a graph that begins with nodes that never saw each other stays badly
+    /// connected there.
+    async fn search(
+        &mut self,
+        slot: Slot,
+        mut entry: Entry,
+    ) -> Result<(Entry, Vec<(u8, Vec<Candidate>)>, Option<Guard<V>>), Fault> {
         let collection = Arc::clone(&self.collection);
         let params = collection.params();
-        let mut levels: Vec<(u8, Vec<Candidate>)> = Vec::new();
-        let mut scratch = collection.scratch();
-        scratch.search.reset(entry.point, entry.upper, params.ef_construction as usize, slot.level);
-        self.reader
-            .drive(&mut scratch, &self.vector, Some(&mut self.met), |level, search| {
-                levels.push((level, search.results().to_vec()));
-            })
-            .await?;
-        let stats = scratch.search.stats();
-        (self.receipt.hops, self.receipt.distances) = (stats.hops, stats.distances);
-        drop(scratch);
+        let mut alone: Option<Guard<V>> = None;
+        let mut few = false;
+        loop {
+            if alone.is_none() && (few || slot.level > entry.point.level) {
+                let at = collection.home_at(at_home::ENTRY_LOCK);
+                let what = Protected::EntryPoint;
+                let guard =
+                    lock::acquire(&collection, at, what, self.reader.deadline, &mut self.reader.cost).await?;
+                let fresh = collection.refresh_entry(self.reader.deadline, &mut self.reader.cost).await?;
+                entry = fresh.expect("an entry point never goes away");
+                if few || slot.level > entry.point.level {
+                    alone = Some(guard);
+                } else {
+                    guard.release(&mut self.reader.cost).await?;
+                }
+            }
+            let mut levels: Vec<(u8, Vec<Candidate>)> = Vec::new();
+            let mut scratch = collection.scratch();
+            scratch.search.reset(entry.point, entry.upper, params.ef_construction as usize, slot.level);
+            self.reader
+                .drive(&mut scratch, &self.vector, Some(&mut self.met), |level, search| {
+                    levels.push((level, search.results().to_vec()));
+                })
+                .await?;
+            let stats = scratch.search.stats();
+            self.receipt.hops += stats.hops;
+            self.receipt.distances += stats.distances;
+            few = levels.last().is_none_or(|(_, found)| found.len() < params.m as usize);
+            if alone.is_some() || !few {
+                return Ok((entry, levels, alone));
+            }
+        }
+    }
+
+    /// Chooses the neighbours on every level and writes the new node's own lists. Nobody can reach them yet, so they need
+    /// no lock.
+    async fn choose(&mut self, slot: Slot, levels: &[(u8, Vec<Candidate>)]) -> Result<Vec<Backlink>, Fault> {
+        let collection = Arc::clone(&self.collection);
+        let params = collection.params();
         let mut backlinks = Vec::new();
         let mut set = WriteSet::new();
         let mut chosen = Vec::new();
         for (level, candidates) in levels {
+            let level = *level;
             let met = &self.met;
             let pair = |a, b| collection.distance().eval(met.vector(a), met.vector(b));
-            select::heuristic(&candidates, params.m as usize, Pruned::Drop, pair, &mut chosen);
+            select::heuristic(candidates, params.m as usize, Pruned::Drop, pair, &mut chosen);
             if level == 0 {
                 let (chunk, at) = collection.place(slot.node).expect("the chunk of a leased slot is known");
                 let nodes: Vec<_> = chosen.iter().map(Candidate::node).collect();
@@ -384,7 +405,7 @@ impl<V: Verbs> Insert<V> {
         let deadline = self.reader.deadline;
         let mut reader = Reader::new(collection, deadline);
         let (lock_at, list_at, stride) = if link.level == 0 {
-            collection.learn([link.node], deadline, &mut reader.cost).await?;
+            collection.learn(link.node, deadline, &mut reader.cost).await?;
             let (chunk, at) = collection.place(link.node).expect("learnt above");
             (params.header_at(chunk, at).add(header::LOCK), params.list_at(chunk, at), params.list_stride())
         } else {
@@ -524,7 +545,7 @@ async fn fetch_vectors<V: Verbs>(
         return Ok(());
     }
     let mut gather = Gather::new();
-    reader.want_vectors(nodes.iter().copied(), &mut gather).await?;
+    reader.want_vectors(nodes, &mut gather).await?;
     reader.gather(&mut gather).await?;
     for (i, node) in nodes.iter().enumerate() {
         into.insert(*node, gather.get(i));

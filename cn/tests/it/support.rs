@@ -1,7 +1,5 @@
 //! A cluster in one process: memory nodes without a network, and a catalogue that grants regions as the oracle does.
 
-#![allow(dead_code, reason = "each test file uses a part of it")]
-
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -13,10 +11,14 @@ use parking_lot::Mutex;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use shine_cn::catalogue::Catalogue;
+use shine_cn::check;
 use shine_cn::collection::{Collection, Options};
 use shine_cn::counters::Counters;
 use shine_cn::fabric::{Connect, Fabric};
-use shine_common::ids::{CollectionId, Epoch, Incarnation, RegionId, SessionId};
+use shine_cn::hnsw::insert::{self, Levels};
+use shine_cn::node::{Limits, Node, Parts};
+use shine_cn::query::Query;
+use shine_common::ids::{CollectionId, Epoch, ExternalId, Incarnation, NodeId, RegionId, SessionId};
 use shine_common::layout::CollectionParams;
 use shine_common::metric::{DType, Metric};
 use shine_common::verbs::host::{Clock, Host, HostOptions};
@@ -24,8 +26,8 @@ use shine_common::verbs::local::LocalVerbs;
 use shine_common::verbs::memory::{HugePages, RegionMemory};
 use shine_common::verbs::{FrameBytes, ReadBatch, ReadReply, VerbError, Verbs, WordAt, WriteBatch};
 use shine_common::wire::{
-    ClusterMap, Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, Member,
-    MemberState, OracleRequest, OracleResponse, RegionEntry, RegionUse, Role,
+    CheckReport, ClusterMap, Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode,
+    Member, MemberState, OracleRequest, OracleResponse, RegionEntry, RegionUse, Role, Target,
 };
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -60,6 +62,10 @@ pub(crate) struct Control {
     spent: AtomicU64,
     /// Counts connections that were cut.
     cuts: AtomicU64,
+    /// Readings of lists of that many bytes that are still to be torn.
+    tear: Mutex<(u32, u64)>,
+    /// Sessions outlive the connection until their lease ends, as those of a killed process do.
+    graveyard: Mutex<Vec<Arc<LocalVerbs>>>,
 }
 
 impl Control {
@@ -75,6 +81,11 @@ impl Control {
     /// Cuts every connection that there is now.
     pub(crate) fn cut(&self) {
         self.cuts.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Tears the next `times` readings that have records of `len` bytes.
+    pub(crate) fn tear(&self, len: u64, times: u64) {
+        *self.tear.lock() = (len as u32, times);
     }
 
     fn is_dead(&self) -> bool {
@@ -101,7 +112,7 @@ impl Control {
 /// Local verbs that a test can end.
 #[derive(Debug)]
 pub(crate) struct TestVerbs {
-    inner: LocalVerbs,
+    inner: Arc<LocalVerbs>,
     control: Arc<Control>,
     /// Cuts when it was opened.
     cuts: u64,
@@ -137,7 +148,25 @@ impl Verbs for TestVerbs {
 
     async fn read(&self, batch: ReadBatch, deadline: Instant) -> Result<ReadReply, VerbError> {
         self.gate().await?;
-        self.inner.read(batch, deadline).await
+        let groups = batch.groups().to_vec();
+        let mut reply = self.inner.read(batch, deadline).await?;
+        let (len, times) = &mut *self.control.tear.lock();
+        if *times > 0 && groups.iter().any(|group| group.len == *len) {
+            *times -= 1;
+            let mut bytes = reply.data.to_vec();
+            let mut at = 0;
+            for group in groups {
+                for _ in 0..group.count {
+                    if group.len == *len {
+                        // The version of a list, which its checksum covers.
+                        bytes[at + 4] ^= 1;
+                    }
+                    at += group.len as usize;
+                }
+            }
+            reply.data = bytes.into();
+        }
+        Ok(reply)
     }
 
     async fn write(&self, batch: WriteBatch, deadline: Instant) -> Result<FrameBytes, VerbError> {
@@ -145,7 +174,13 @@ impl Verbs for TestVerbs {
         self.inner.write(batch, deadline).await
     }
 
-    async fn compare_swap(&self, word: WordAt, old: u64, new: u64, deadline: Instant) -> Result<u64, VerbError> {
+    async fn compare_swap(
+        &self,
+        word: WordAt,
+        old: u64,
+        new: u64,
+        deadline: Instant,
+    ) -> Result<u64, VerbError> {
         self.gate().await?;
         self.inner.compare_swap(word, old, new, deadline).await
     }
@@ -190,7 +225,11 @@ impl Connect<TestVerbs> for LocalConnect {
                 let control = Arc::clone(&self.control);
                 let cuts = control.cuts.load(Ordering::SeqCst);
                 open(&host, &self.client)
-                    .map(|inner| TestVerbs { inner, control, cuts })
+                    .map(|inner| {
+                        let inner = Arc::new(inner);
+                        control.graveyard.lock().push(Arc::clone(&inner));
+                        TestVerbs { inner, control, cuts }
+                    })
                     .map_err(|error| lost(error.to_string()))
             } else {
                 Err(lost("another incarnation".into()))
@@ -282,6 +321,7 @@ impl TestOracle {
                 }
                 Ok(OracleResponse::Done { epoch })
             }),
+            OracleRequest::WatchMap { .. } => Ok(OracleResponse::Map(self.map())),
             other => panic!("not asked in these tests: {other:?}"),
         }
     }
@@ -504,4 +544,63 @@ pub(crate) fn exact(
         rows.iter().enumerate().map(|(i, row)| (collection.distance().eval(query, row), i)).collect();
     all.sort_by(|a, b| a.partial_cmp(b).expect("no NaN here"));
     all.into_iter().take(k).map(|(_, i)| i).collect()
+}
+
+pub(crate) async fn insert(
+    collection: &Arc<Collection<TestVerbs>>,
+    levels: &Levels,
+    id: u64,
+    vector: &[u8],
+) -> Result<NodeId, Fault> {
+    let inserted = insert::insert(collection, levels, ExternalId::Num(id), vector.to_vec(), soon()).await?;
+    Ok(inserted.node)
+}
+
+pub(crate) async fn insert_all(collection: &Arc<Collection<TestVerbs>>, levels: &Levels, rows: &[Vec<u8>]) {
+    for (i, row) in rows.iter().enumerate() {
+        insert(collection, levels, i as u64, row).await.expect("an insert that nothing disturbs");
+    }
+}
+
+/// Inserts from a compute node per memory node, each of which leases chunks of its own, so that records lie everywhere.
+pub(crate) async fn insert_spread(cluster: &TestCluster, collection: &str, rows: &[Vec<u8>]) {
+    let levels = Levels::seeded(1);
+    let mut cns = Vec::new();
+    let count = cluster.hosts.hosts.lock().len();
+    for i in 0..count {
+        cns.push(cluster.open(&format!("writer-{i}"), collection).await.expect("the collection is there"));
+    }
+    for (i, row) in rows.iter().enumerate() {
+        insert(&cns[i % cns.len()], &levels, i as u64, row).await.expect("an insert that nothing disturbs");
+    }
+}
+
+pub(crate) fn near(vector: &[u8], k: u32, ef: u32) -> Query {
+    Query { target: Target::Vector(vector.to_vec()), k, ef, with_vectors: false }
+}
+
+/// Checks a collection and expects it to be sound.
+pub(crate) async fn sound(collection: &Arc<Collection<TestVerbs>>) -> CheckReport {
+    let report = check::run(collection, &check::Progress::default()).await.expect("memory answers");
+    assert!(report.is_sound(), "{report:?}");
+    report
+}
+
+/// A stream whose first level is `level`.
+pub(crate) fn levels_from(level: u8, m: u32) -> Levels {
+    let seed = (0..).find(|seed| Levels::seeded(*seed).draw(m) == level).expect("some seed");
+    Levels::seeded(seed)
+}
+
+/// A compute node with its requests.
+pub(crate) fn node(cluster: &TestCluster, name: &str) -> Arc<Node<TestVerbs>> {
+    let (fabric, _) = cluster.fabric(name, false);
+    Node::new(Parts {
+        name: name.into(),
+        fabric,
+        catalogue: cluster.catalogue(),
+        oracle_reachable: Box::new(|| true),
+        options: options(),
+        limits: Limits::default(),
+    })
 }
