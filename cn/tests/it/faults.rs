@@ -136,7 +136,7 @@ async fn an_id_under_way_is_waited_for() {
 #[tokio::test]
 async fn torn_lists_are_read_again_and_then_reported() {
     let cluster = TestCluster::new(&Shape::default());
-    let collection = cluster.create(small("c")).await.unwrap();
+    cluster.create(small("c")).await.unwrap();
     insert_spread(&cluster, "c", &rows(15, 100, 8)).await;
     let (fabric, control) = cluster.fabric("cn-1", false);
     let reader = cluster.open_on(fabric, "c").await.unwrap();
@@ -221,7 +221,7 @@ async fn without_an_oracle_inserts_go_on_until_memory_is_needed() {
 #[tokio::test]
 async fn a_cut_connection_is_opened_again() {
     let cluster = TestCluster::new(&Shape::default());
-    let collection = cluster.create(small("c")).await.unwrap();
+    cluster.create(small("c")).await.unwrap();
     insert_spread(&cluster, "c", &rows(16, 50, 8)).await;
     let (fabric, control) = cluster.fabric("cn-1", false);
     let reader = cluster.open_on(fabric, "c").await.unwrap();
