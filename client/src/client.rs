@@ -433,10 +433,9 @@ pub(crate) fn unexpected(peer: &Peer, expected: &'static str) -> ClientError {
     ClientError::Protocol { node: peer.to_string(), expected }
 }
 
-/// What a node is told: a little less than what we wait, so that its typed answer still reaches us.
+/// The time that is left, as a request names it. The node keeps some of it for its answer's way back.
 pub(crate) fn deadline_ms(left: Duration) -> u32 {
-    let way_back = (left / 20).min(Duration::from_millis(100));
-    u32::try_from((left - way_back).as_millis()).unwrap_or(u32::MAX).max(1)
+    u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1)
 }
 
 fn local_for(peer: SocketAddr, options: &ClientOptions) -> SocketAddr {

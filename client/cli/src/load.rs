@@ -1,0 +1,89 @@
+//! `shine load`: a collection from a graph file.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use shine_client::LoadOptions;
+use shine_common::graph_file::{Check, GraphFile};
+use shine_common::wire::CollectionInfo;
+
+use crate::collection::details;
+use crate::connect::{Connection, with_client};
+use crate::out::{Out, Progress, Unit};
+
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  shine load --graph words.graph --collection words
+  shine load --graph words.graph --collection words --replace
+  shine load --graph words.graph --collection words --memory-nodes mn-0,mn-1
+
+The collection is searchable when the command has ended. If it fails or is interrupted, no collection is left.")]
+pub(crate) struct LoadArgs {
+    /// The graph file, as made by `shine build`
+    #[arg(long, value_name = "FILE")]
+    graph: PathBuf,
+    /// Name of the collection to make
+    #[arg(long, short, value_name = "NAME", env = "SHINE_COLLECTION")]
+    collection: String,
+    /// Drop a collection of that name first
+    #[arg(long)]
+    replace: bool,
+    /// Memory nodes to use, by name [default: all that are up]
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
+    memory_nodes: Vec<String>,
+    /// Rows to plan for, if more will be inserted later [default: those of the file]
+    #[arg(long, value_name = "ROWS", default_value_t = 0, hide_default_value = true)]
+    capacity: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Loaded {
+    #[serde(flatten)]
+    info: CollectionInfo,
+    load_seconds: f64,
+}
+
+/// Loads a graph file.
+pub(crate) fn run(args: LoadArgs, connection: &Connection, out: Out) -> Result<()> {
+    let graph = GraphFile::open(&args.graph, Check::Checksums)?;
+    let options = LoadOptions {
+        collection: args.collection,
+        replace: args.replace,
+        memory_nodes: args.memory_nodes,
+        capacity: args.capacity,
+    };
+    with_client(connection, async |client| {
+        static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+        // Where there is no handler, Ctrl-C ends us at once, and the node gives the load up after a while.
+        let watch = tokio::spawn(async {
+            while tokio::signal::ctrl_c().await.is_ok() {
+                if INTERRUPTED.swap(true, Ordering::Relaxed) {
+                    std::process::exit(130);
+                }
+                eprintln!("giving the load up; press Ctrl-C again to leave at once");
+            }
+        });
+        let begun = Instant::now();
+        let bar = Progress::new("loading", 0, Unit::Bytes);
+        let loading = client.load(&graph, &options, |at| {
+            bar.set(at.done, at.total);
+            if INTERRUPTED.load(Ordering::Relaxed) {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        let outcome = loading.await;
+        watch.abort();
+        drop(bar);
+        let loaded = Loaded { info: outcome?, load_seconds: begun.elapsed().as_secs_f64() };
+        out.print(&loaded, |loaded| {
+            details(&loaded.info) + &format!("loaded in {:.1} s\n", loaded.load_seconds)
+        })
+    })
+}
