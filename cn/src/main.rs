@@ -47,7 +47,11 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         anyhow::bail!("--name {given}: the certificate in {} is for '{name}'", config.cert_dir.display());
     }
     let signal = stop_signal()?;
-    let stop = async { tracing::info!(signal = signal.await, "leaving") };
+    let stop = async {
+        // Outside of the macro, which evaluates nothing where its level is off.
+        let signal = signal.await;
+        tracing::info!(signal, "leaving");
+    };
     let mut stop = pin!(stop);
     let options = EndpointOptions { link_mbit: config.link_mbit, ..EndpointOptions::default() };
     let endpoint = Endpoint::bind(config.listen, identity, options)?;
