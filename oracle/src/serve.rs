@@ -126,6 +126,7 @@ pub async fn run(endpoint: Endpoint, loaded: Loaded, options: OracleOptions, sto
 
 /// An epoch above any that an earlier oracle without a store can have reached: they count from here one by one, and
 /// much slower than a thousand a second.
+#[expect(clippy::disallowed_methods, reason = "only the wall clock goes on while no oracle runs")]
 fn first_epoch() -> Epoch {
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Epoch(u64::try_from(since_1970.as_millis()).unwrap_or(0))

@@ -49,7 +49,7 @@ pub enum StoreError {
         /// The file.
         path: PathBuf,
         /// What the store said.
-        why: redb::Error,
+        why: Box<redb::Error>,
     },
     /// The file holds something else.
     #[error("{path} does not hold an oracle's state: {why}; move it away to start an empty cluster")]
@@ -112,14 +112,14 @@ impl FileStore {
         let path = dir.join(FILE_NAME);
         let database = Database::create(&path).map_err(|e| match e {
             DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.clone() },
-            other => StoreError::File { action: "opening", path: path.clone(), why: other.into() },
+            other => StoreError::File { action: "opening", path: path.clone(), why: Box::new(other.into()) },
         })?;
         Ok(Self { database, path })
     }
 
     fn failed(&self, action: &'static str) -> impl Fn(redb::Error) -> StoreError {
         let path = self.path.clone();
-        move |why| StoreError::File { action, path: path.clone(), why }
+        move |why| StoreError::File { action, path: path.clone(), why: Box::new(why) }
     }
 }
 

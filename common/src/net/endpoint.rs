@@ -755,10 +755,8 @@ impl UdpPoller for WritePoller {
 
 #[cfg(test)]
 mod tests {
-    use std::time::SystemTime;
-
     use super::super::shape::DATAGRAM_OVERHEAD;
-    use super::super::tls::ClusterCa;
+    use super::super::tls::{ClusterCa, wall_clock};
     use super::*;
 
     fn any_port() -> SocketAddr {
@@ -828,6 +826,27 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn loopback_is_recognised_in_every_spelling() {
+        let spellings = ["127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1"];
+        assert!(spellings.iter().all(|ip| is_loopback(Profile::ByAddress, ip.parse().unwrap())));
+        let others = ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1", "0.0.0.0"];
+        assert!(!others.iter().any(|ip| is_loopback(Profile::ByAddress, ip.parse().unwrap())));
+        // A socket for both families, called over IPv4. Hosts without IPv6 have nothing to try.
+        let ca = ClusterCa::ephemeral().unwrap();
+        let identity = ca.identity(Role::Mn, "mn-0").unwrap();
+        let Ok(mn) = Endpoint::bind("[::]:0".parse().unwrap(), identity, EndpointOptions::default()) else {
+            return;
+        };
+        let cn = endpoint(&ca, Role::Cn, "cn-0");
+        let at = SocketAddr::from(([127, 0, 0, 1], mn.local_addr().port()));
+        let (called, accepted) = tokio::join!(cn.connect(at, Role::Mn, Alpn::Verbs), mn.accept());
+        let (called, accepted) = (called.unwrap(), accepted.unwrap().0);
+        transfer(&called, &accepted, 1 << 20).await;
+        assert_eq!(called.stats().path.current_mtu, LOOPBACK_MTU);
+        assert_eq!(accepted.stats().path.current_mtu, LOOPBACK_MTU);
+    }
+
+    #[tokio::test]
     async fn a_peer_of_another_role_is_refused_by_name() {
         let ca = ClusterCa::ephemeral().unwrap();
         let (oracle, cn) = (endpoint(&ca, Role::Oracle, "o-1"), endpoint(&ca, Role::Cn, "cn-0"));
@@ -865,7 +884,7 @@ mod tests {
     #[tokio::test]
     async fn an_expired_certificate_is_refused() {
         let ca = ClusterCa::ephemeral().unwrap();
-        let (now, hour) = (SystemTime::now(), Duration::from_secs(3600));
+        let (now, hour) = (wall_clock(), Duration::from_secs(3600));
         let late = ca.identity_between(Role::Cn, "late", now - 2 * hour, now - hour).unwrap();
         let late = Endpoint::bind(any_port(), late, EndpointOptions::default()).unwrap();
         let mn = endpoint(&ca, Role::Mn, "mn-0");

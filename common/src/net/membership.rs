@@ -39,6 +39,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 const LEAVE_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// A life of this process, drawn at random.
+#[expect(clippy::disallowed_methods, reason = "no two lives may be alike, also not by a seed")]
 pub fn new_incarnation() -> Incarnation {
     Incarnation(rand::random())
 }

@@ -521,13 +521,13 @@ mod tests {
     /// Echoes; some texts ask for something else.
     struct Echo {
         /// Told when a call of "wait" begins; then when its future is dropped.
-        events: mpsc::UnboundedSender<&'static str>,
+        events: mpsc::Sender<&'static str>,
     }
 
-    struct TellWhenDropped<'a>(&'a mpsc::UnboundedSender<&'static str>);
+    struct TellWhenDropped<'a>(&'a mpsc::Sender<&'static str>);
     impl Drop for TellWhenDropped<'_> {
         fn drop(&mut self) {
-            let _ = self.0.send("dropped");
+            let _ = self.0.try_send("dropped");
         }
     }
 
@@ -547,7 +547,7 @@ mod tests {
                 "panic" => panic!("a handler that panics, on purpose"),
                 "wait" => {
                     let _tell = TellWhenDropped(&self.events);
-                    let _ = self.events.send("began");
+                    let _ = self.events.try_send("began");
                     std::future::pending().await
                 }
                 _ => Ok((text, bytes)),
@@ -559,7 +559,7 @@ mod tests {
 
     struct Pair {
         client: EchoClient,
-        events: mpsc::UnboundedReceiver<&'static str>,
+        events: mpsc::Receiver<&'static str>,
         served: oneshot::Receiver<()>,
         _endpoints: [Endpoint; 2],
     }
@@ -571,7 +571,7 @@ mod tests {
             Endpoint::bind("127.0.0.1:0".parse().unwrap(), identity, EndpointOptions::default()).unwrap()
         };
         let (server, caller) = (bind(Role::Oracle, "o"), bind(Role::Cn, "cn-0"));
-        let (events_tx, events) = mpsc::unbounded_channel();
+        let (events_tx, events) = mpsc::channel(8);
         let (served_tx, served) = oneshot::channel();
         let accepting = server.clone();
         tokio::spawn(async move {

@@ -256,7 +256,7 @@ impl ClusterCa {
         days: u32,
         out_dir: impl AsRef<Path>,
     ) -> Result<(), TlsError> {
-        let now = SystemTime::now();
+        let now = wall_clock();
         self.issue_between(role, name, hosts, now - CLOCK_SKEW, now + days_long(days), out_dir)
     }
 
@@ -288,7 +288,7 @@ impl ClusterCa {
 
     /// An identity that is never written to a file, valid for a day.
     pub fn identity(&self, role: Role, name: &str) -> Result<Identity, TlsError> {
-        let now = SystemTime::now();
+        let now = wall_clock();
         self.identity_between(role, name, now - CLOCK_SKEW, now + days_long(1))
     }
 
@@ -309,7 +309,7 @@ impl ClusterCa {
     }
 
     fn generate() -> Result<(Self, String), TlsError> {
-        let now = SystemTime::now();
+        let now = wall_clock();
         let key = KeyPair::generate().map_err(rcgen_error)?;
         let key_pem = key.serialize_pem();
         let mut params = CertificateParams::default();
@@ -318,7 +318,7 @@ impl ClusterCa {
         params.distinguished_name = DistinguishedName::new();
         params
             .distinguished_name
-            .push(DnType::CommonName, format!("shine cluster CA {:016x}", rand::random::<u64>()));
+            .push(DnType::CommonName, format!("shine cluster CA {:016x}", random_number()));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         params.not_before = rcgen::date_time_ymd(1970, 1, 1) + since_1970(now - CLOCK_SKEW);
@@ -395,7 +395,7 @@ impl Identity {
     /// # Errors
     /// Names the file and what was expected of it.
     pub fn load(dir: impl AsRef<Path>) -> Result<Self, TlsError> {
-        Self::load_as_of(dir, SystemTime::now())
+        Self::load_as_of(dir, wall_clock())
     }
 
     /// As [`Self::load`], with the time given.
@@ -611,6 +611,20 @@ fn host_name(host: &str) -> Result<SanType, TlsError> {
     dns_name(host.to_owned())
 }
 
+/// Certificates live by the clock that operators read.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "validity is in calendar time, and judged so by every TLS library"
+)]
+pub(crate) fn wall_clock() -> SystemTime {
+    SystemTime::now()
+}
+
+#[expect(clippy::disallowed_methods, reason = "names of CAs and of part files must differ from all others")]
+fn random_number() -> u64 {
+    rand::random()
+}
+
 fn days_long(days: u32) -> Duration {
     Duration::from_secs(u64::from(days) * 24 * 3600)
 }
@@ -662,7 +676,7 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<(), TlsError> {
 /// Writes a file whole or not at all, over an older one.
 fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), TlsError> {
     let file = |why| TlsError::File { action: "writing", path: path.into(), why, hint: "" };
-    let part = path.with_extension(format!("{:08x}.part", rand::random::<u32>()));
+    let part = path.with_extension(format!("{:016x}.part", random_number()));
     write_new(&part, bytes, mode)?;
     fs::rename(&part, path).map_err(|why| {
         let _ = fs::remove_file(&part);
@@ -692,10 +706,8 @@ mod tests {
             let dir = issued(&ca, role, name);
             let identity = Identity::load(dir.path()).unwrap();
             assert_eq!((identity.role(), &**identity.name()), (role, name));
-            for file in [NODE_KEY] {
-                let mode = fs::metadata(dir.path().join(file)).unwrap().permissions().mode();
-                assert_eq!(mode & 0o777, 0o600, "{file}");
-            }
+            let mode = fs::metadata(dir.path().join(NODE_KEY)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
         }
         let mode = fs::metadata(ca_dir.path().join(CA_KEY)).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
@@ -748,7 +760,7 @@ mod tests {
     fn validity_is_judged_by_the_clock_given() {
         let ca = ClusterCa::ephemeral().unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let now = SystemTime::now();
+        let now = wall_clock();
         let hour = Duration::from_secs(3600);
         ca.issue_between(Role::Cn, "c", &[], now - 3 * hour, now - 2 * hour, dir.path()).unwrap();
         let error = Identity::load(dir.path()).unwrap_err();
