@@ -25,7 +25,7 @@ use shine_common::wire::{
     Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, OracleRequest, OracleResponse,
 };
 
-use crate::alloc::Allocator;
+use crate::alloc::{Allocator, Rooms};
 use crate::catalogue::Catalogue;
 use crate::fabric::{Cost, Fabric, Gather, Remedy, Retry, Routes, Trouble, WriteSet, region_lost};
 use crate::reader::Scratch;
@@ -151,7 +151,15 @@ impl<V: Verbs> Collection<V> {
         let collection = Self::unchecked(fabric, catalogue, entry, options)?;
         collection.check_superblocks(deadline).await?;
         if entry.state == CollectionState::Ready {
-            collection.refresh_entry(deadline, &mut Cost::default()).await?;
+            // What the first queries would otherwise ask for, a round each.
+            let mut cost = Cost::default();
+            let rooms = Rooms::read(&collection, deadline, &mut cost).await?;
+            for table in [Table::Nodes, Table::Upper] {
+                let (_, max, _) = collection.table(table);
+                let count = rooms.count(table).min(max.into()) as u32;
+                collection.read_table(table, count, deadline, &mut cost).await?;
+            }
+            collection.refresh_entry(deadline, &mut cost).await?;
         }
         Ok(collection)
     }
@@ -636,25 +644,28 @@ impl<V: Verbs> Collection<V> {
         if chunk >= max {
             return Err(none());
         }
-        let window = TABLE_WINDOW.min(max - chunk);
+        // Its neighbours in the table come with it.
+        let first = chunk - chunk % TABLE_WINDOW;
+        let window = TABLE_WINDOW.min(max - first);
         let mut gather = Gather::new();
-        gather.push(self.table_at(table, chunk), 8 * u64::from(window));
+        gather.push(self.table_at(table, first), 8 * u64::from(window));
         self.gather(&mut gather, deadline, cost).await?;
         let mut found: Vec<_> =
             (0..u64::from(window)).map(|i| RemotePtr::from_word(word(gather.get(0), 8 * i))).collect();
-        if found[0].is_null() {
+        let wanted = found[(chunk - first) as usize];
+        if wanted.is_null() {
             return Err(none());
         }
-        self.chunk_at(table, chunk, found[0], deadline).await?;
+        self.chunk_at(table, chunk, wanted, deadline).await?;
         // Others in regions that the map does not have yet are left for when they are wanted.
         let routes = self.admit()?;
-        for (i, at) in found.iter_mut().enumerate().skip(1) {
-            if !at.is_null() && self.check_chunk(&routes, table, chunk + i as u32, *at).is_err() {
+        for (number, at) in (first..).zip(&mut found) {
+            if !at.is_null() && self.check_chunk(&routes, table, number, *at).is_err() {
                 *at = RemotePtr::NULL;
             }
         }
-        self.remember_chunks(table, chunk, &found);
-        Ok(found[0])
+        self.remember_chunks(table, first, &found);
+        Ok(wanted)
     }
 
     /// Checks the place of a chunk; waits for the map where it lags behind the table.

@@ -1,8 +1,8 @@
 //! A cluster in one process: memory nodes without a network, and a catalogue that grants regions as the oracle does.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -242,7 +242,8 @@ impl Connect<TestVerbs> for LocalConnect {
 struct OracleState {
     map: ClusterMap,
     next_collection: u32,
-    fabrics: Vec<Weak<Fabric<TestVerbs>>>,
+    /// Whoever follows the map.
+    followers: Vec<Box<dyn Fn(&Arc<ClusterMap>) + Send>>,
     is_reachable: bool,
 }
 
@@ -267,15 +268,20 @@ impl TestOracle {
         state.map.epoch = state.map.epoch.next();
         let result = change(&mut state.map);
         let map = Arc::new(state.map.clone());
-        for fabric in state.fabrics.iter().filter_map(Weak::upgrade) {
-            fabric.publish(Arc::clone(&map));
+        for follower in &state.followers {
+            follower(&map);
         }
         result
     }
 
-    fn subscribe(&self, fabric: &Arc<Fabric<TestVerbs>>) {
+    pub(crate) fn subscribe<V: Verbs>(&self, fabric: &Arc<Fabric<V>>) {
         let mut state = self.state.lock();
-        state.fabrics.push(Arc::downgrade(fabric));
+        let follower = Arc::downgrade(fabric);
+        state.followers.push(Box::new(move |map| {
+            if let Some(fabric) = follower.upgrade() {
+                fabric.publish(Arc::clone(map));
+            }
+        }));
         fabric.publish(Arc::new(state.map.clone()));
     }
 
@@ -430,7 +436,7 @@ impl TestCluster {
         }
         map.regions.sort_by_key(|region| region.id);
         let hosts = Arc::new(Hosts { hosts: Mutex::new(hosts), down: Mutex::default() });
-        let state = OracleState { map, next_collection: 0, fabrics: Vec::new(), is_reachable: true };
+        let state = OracleState { map, next_collection: 0, followers: Vec::new(), is_reachable: true };
         let oracle = Arc::new(TestOracle { state: Mutex::new(state), hosts: Arc::clone(&hosts) });
         Self { hosts, oracle, clock }
     }
