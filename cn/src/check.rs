@@ -17,7 +17,7 @@ use shine_common::wire::{CheckReport, Fault, FaultCode};
 
 use crate::alloc::Rooms;
 use crate::collection::{Collection, Table, word};
-use crate::fabric::Gather;
+use crate::fabric::{Gather, os_rng};
 use crate::hnsw::search::ListRef;
 use crate::id_table;
 use crate::reader::{Reader, parse_list};
@@ -431,7 +431,7 @@ impl Jobs {
                 format!("{JOBS_MAX} checks are running, which is the most"),
             ));
         }
-        let number = rand::rng().random_range(1..u64::MAX);
+        let number = os_rng().random_range(1..u64::MAX);
         let progress = Arc::new(Progress::default());
         jobs.insert(
             number,

@@ -125,6 +125,7 @@ pub struct Collection<V> {
     /// Held while a table is replaced by a longer one.
     growing: Mutex<()>,
     entry: Mutex<EntryCache>,
+    #[expect(clippy::vec_box, reason = "lent out and given back: the pointer moves, not the buffers")]
     scratch: Mutex<Vec<Box<Scratch>>>,
     /// Slots that this compute node may fill.
     pub(crate) alloc: Allocator,

@@ -177,9 +177,18 @@ impl Retry {
     }
 }
 
+/// A generator for what must differ between processes: nonces, numbers of jobs, pauses, levels.
+#[expect(clippy::disallowed_methods, reason = "seeded by the operating system on purpose")]
+pub(crate) fn os_rng() -> rand::rngs::ThreadRng {
+    rand::rng()
+}
+
+/// Batches with the memory nodes that they go to.
+type Split<V, B> = Vec<(Arc<Link<V>>, B)>;
+
 /// Half to all of `pause`.
 pub(crate) fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(rand::rng().random_range(0.5..=1.0))
+    pause.mul_f64(os_rng().random_range(0.5..=1.0))
 }
 
 // --------------------------------------------------------------------------------------------------- links
@@ -560,7 +569,7 @@ impl Gather {
 
     /// Splits the records into one batch per memory node (more above the limits of a batch), equal regions and
     /// lengths side by side.
-    fn split<V: Verbs>(&mut self, routes: &Routes<V>) -> Result<Vec<(Arc<Link<V>>, ReadBatch)>, Trouble> {
+    fn split<V: Verbs>(&mut self, routes: &Routes<V>) -> Result<Split<V, ReadBatch>, Trouble> {
         self.order.clear();
         self.places.clear();
         self.places.resize(self.items.len(), (0, 0));
@@ -639,8 +648,8 @@ impl WriteSet {
         self.data.clear();
     }
 
-    fn split<V: Verbs>(&self, routes: &Routes<V>) -> Result<Vec<(Arc<Link<V>>, WriteBatch)>, Trouble> {
-        let mut batches: Vec<(Arc<Link<V>>, WriteBatch)> = Vec::new();
+    fn split<V: Verbs>(&self, routes: &Routes<V>) -> Result<Split<V, WriteBatch>, Trouble> {
+        let mut batches: Split<V, WriteBatch> = Vec::new();
         let mut start = 0;
         for (at, len) in &self.parts {
             let route = routes.route(*at)?;
@@ -708,7 +717,7 @@ impl<V: Verbs> Fabric<V> {
             }),
             epoch: watch::Sender::new(Epoch::default()),
             links: Mutex::new(Vec::new()),
-            nonce: AtomicU32::new(rand::rng().random()),
+            nonce: AtomicU32::new(os_rng().random()),
             counters,
         })
     }

@@ -28,7 +28,7 @@ use tracing::{info, warn};
 use crate::alloc::Rooms;
 use crate::catalogue::Catalogue;
 use crate::collection::{Collection, Entry, Options, Table, first_not_finite};
-use crate::fabric::{Cost, Fabric, WriteSet};
+use crate::fabric::{Cost, Fabric, WriteSet, os_rng};
 use crate::id_table::{self, DuplicateId};
 use crate::reader::Reader;
 
@@ -615,7 +615,7 @@ impl<V: Verbs> Loads<V> {
             ));
         }
         let number = loop {
-            let number = rand::rng().random_range(1..u64::MAX);
+            let number = os_rng().random_range(1..u64::MAX);
             if !running.contains_key(&number) {
                 break number;
             }

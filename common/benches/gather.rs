@@ -340,13 +340,13 @@ fn any_port() -> SocketAddr {
 
 /// Writes certificates for all variants; returns the client's identity for `quic`.
 fn write_certs(dir: &std::path::Path) -> Identity {
-    let ca = ClusterCa::init(&dir.join("ca")).expect("a cluster CA");
-    ca.issue(Role::Mn, "mn-0", &[], 1, &dir.join("mn")).expect("a certificate");
-    ca.issue(Role::Cn, "cn-0", &[], 1, &dir.join("cn")).expect("a certificate");
+    let ca = ClusterCa::init(dir.join("ca")).expect("a cluster CA");
+    ca.issue(Role::Mn, "mn-0", &[], 1, dir.join("mn")).expect("a certificate");
+    ca.issue(Role::Cn, "cn-0", &[], 1, dir.join("cn")).expect("a certificate");
     let own = rcgen::generate_simple_self_signed(["shine".to_owned()]).expect("a self-signed certificate");
     std::fs::write(dir.join("own.der"), own.cert.der()).expect("a writable folder");
     std::fs::write(dir.join("own.key"), own.signing_key.serialize_der()).expect("a writable folder");
-    Identity::load(&dir.join("cn")).expect("the identity just issued")
+    Identity::load(dir.join("cn")).expect("the identity just issued")
 }
 
 fn own_certificate(dir: &std::path::Path) -> (CertificateDer<'static>, PrivateKeyDer<'static>) {
@@ -404,7 +404,7 @@ async fn serve_variant(variant: &str, certs: &std::path::Path) {
     });
     match variant {
         "quic" => {
-            let identity = Identity::load(&certs.join("mn")).expect("the identity that the parent made");
+            let identity = Identity::load(certs.join("mn")).expect("the identity that the parent made");
             let endpoint =
                 Endpoint::bind(any_port(), identity, EndpointOptions::default()).expect("a UDP socket");
             let host = bench_host();

@@ -127,6 +127,7 @@ impl Cluster {
     fn start(ca: ClusterCa) -> Self {
         let identity = ca.identity(Role::Oracle, "oracle-0").unwrap();
         let endpoint = Endpoint::bind(any_port(), identity, EndpointOptions::default()).unwrap();
+        #[expect(clippy::disallowed_methods, reason = "a test sends a handful")]
         let (zeroed_tx, zeroed) = mpsc::unbounded_channel();
         let (left_tx, left) = watch::channel(Vec::new());
         let mind = watch::Sender::new(Mind { first_region: 7, ..Mind::default() });
@@ -380,7 +381,7 @@ fn certs(ca: &ClusterCa, dir: &Path) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_process_says_when_it_is_ready_and_leaves_on_sigterm() {
     let dir = tempfile::tempdir().unwrap();
-    let ca = ClusterCa::init(&dir.path().join("ca")).unwrap();
+    let ca = ClusterCa::init(dir.path().join("ca")).unwrap();
     let cert_dir = certs(&ca, dir.path());
     let mut cluster = Cluster::start(ca);
     let oracle = cluster.oracle.to_string();
@@ -430,7 +431,7 @@ async fn end_of(mut process: Process) -> (std::process::ExitStatus, String) {
 #[tokio::test]
 async fn wrong_starts_are_told_in_words() {
     let dir = tempfile::tempdir().unwrap();
-    let ca = ClusterCa::init(&dir.path().join("ca")).unwrap();
+    let ca = ClusterCa::init(dir.path().join("ca")).unwrap();
     let cert_dir = certs(&ca, dir.path());
     let cn_dir = dir.path().join("cn-0");
     ca.issue(Role::Cn, "cn-0", &[], 1, &cn_dir).unwrap();

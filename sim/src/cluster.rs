@@ -592,11 +592,10 @@ fn make_home(home: &Path, spec: &ClusterSpec) -> Result<(), ClusterError> {
     }
     let certs = home.join("certs");
     let certificates = |error: &dyn std::fmt::Display| ClusterError::Certificates(error.to_string());
-    let ca = ClusterCa::init(&certs.join("ca")).map_err(|error| certificates(&error))?;
+    let ca = ClusterCa::init(certs.join("ca")).map_err(|error| certificates(&error))?;
     let hosts = ["localhost".to_owned(), "127.0.0.1".to_owned()];
     let issue = |role: Role, name: &str| {
-        ca.issue(role, name, &hosts, CERTIFICATE_DAYS, &certs.join(name))
-            .map_err(|error| certificates(&error))
+        ca.issue(role, name, &hosts, CERTIFICATE_DAYS, certs.join(name)).map_err(|error| certificates(&error))
     };
     issue(Role::Oracle, "oracle-0")?;
     issue(Role::Admin, "admin")?;

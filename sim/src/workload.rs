@@ -108,7 +108,11 @@ mod tests {
     #[tokio::test]
     async fn an_error_ends_the_pass() {
         let ask = |_, query| async move {
-            if query == 5 { Err("refused") } else { Ok(std::future::pending::<()>().await) }
+            if query == 5 {
+                return Err("refused");
+            }
+            std::future::pending::<()>().await;
+            Ok(())
         };
         assert_eq!(closed_loop(2, 3, 0..100, ask, || ()).await.unwrap_err(), "refused");
     }

@@ -29,7 +29,7 @@ use super::search::{Candidate, ListRef};
 use super::select::{self, Pruned};
 use crate::alloc::Slot;
 use crate::collection::{Collection, Entry};
-use crate::fabric::{Cost, Gather, WriteSet, deadline_exceeded};
+use crate::fabric::{Cost, Gather, WriteSet, deadline_exceeded, os_rng};
 use crate::id_table::{self, Claim};
 use crate::lock::{self, Guard, HOLD_MAX, Protected};
 use crate::reader::{Reader, VectorStore, parse_list};
@@ -44,7 +44,7 @@ pub struct Levels(Mutex<ChaCha8Rng>);
 impl Levels {
     /// A stream seeded by the operating system.
     pub fn from_os() -> Self {
-        Self::seeded(rand::rng().random())
+        Self::seeded(os_rng().random())
     }
 
     /// A stream that can be replayed.

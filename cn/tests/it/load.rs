@@ -29,13 +29,13 @@ fn graph(params: &CollectionParams, rows: &[Vec<u8>]) -> Graph {
     let level = |i: usize| u8::from(i % 8 == 0) + u8::from(i % 64 == 0);
     let mut upper_of = vec![0u32; rows.len()];
     let mut upper_slots = 0u32;
-    for i in 0..rows.len() {
+    for (i, upper) in upper_of.iter_mut().enumerate() {
         let level = u32::from(level(i));
         if level > 0 {
             if upper_slots % UPPER_SLOTS + level > UPPER_SLOTS {
                 upper_slots = upper_slots.next_multiple_of(UPPER_SLOTS);
             }
-            upper_of[i] = upper_slots;
+            *upper = upper_slots;
             upper_slots += level;
         }
     }

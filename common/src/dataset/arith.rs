@@ -4,6 +4,8 @@
 //! bit, in an order fixed by the text. No libm, whose `ln` and `exp` differ between versions; no fused
 //! multiply-add, which rustc never introduces by itself; no table that was computed at run time.
 
+#![allow(clippy::excessive_precision, reason = "coefficients stand as published")]
+
 use std::f64::consts::{LN_2, SQRT_2};
 
 use rand::Rng;

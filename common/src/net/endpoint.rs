@@ -116,8 +116,7 @@ pub enum Profile {
 #[derive(Clone, Debug)]
 pub struct EndpointOptions {
     /// Million bits per second that the process may send, and receive; 0 means no bound. A software bound for
-    /// experiments. What peers have in flight to a bounded process waits in its socket: keep it well below what the
-    /// link carries in `idle_timeout`, or connections at the end of the queue are taken for lost.
+    /// experiments.
     pub link_mbit: u64,
     /// Silence after which a connection is lost.
     pub idle_timeout: Duration,

@@ -614,7 +614,8 @@ mod tests {
     async fn a_peer_that_answers_wrongly_is_a_protocol_error() {
         let ca = ClusterCa::ephemeral().unwrap();
         let at = RemotePtr::new(RegionId(1), 0);
-        let answers: [(&str, &dyn Fn(&mut BytesMut, u32)); 6] = [
+        type Answer<'a> = &'a dyn Fn(&mut BytesMut, u32);
+        let answers: [(&str, Answer<'_>); 6] = [
             ("does not wait for one", &|out, id| frame::put_word(out, id + 1, 0)),
             ("does not wait for one", &|out, id| frame::put_word(out, id | 1 << 16, 0)),
             ("does not wait for one", &|out, id| frame::put_flag(out, id, true)),
