@@ -611,7 +611,7 @@ pub struct CollectionInfo {
 }
 
 /// Outcome of a check. All counts are over the whole collection.
-#[derive(Clone, PartialEq, Debug, Default, Archive, Serialize, Deserialize, serde::Serialize)]
+#[derive(Clone, PartialEq, Debug, Default, Archive, Serialize, Deserialize, serde::Serialize, serde::Deserialize)]
 pub struct CheckReport {
     /// Records in state live.
     pub live: u64,

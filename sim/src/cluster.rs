@@ -263,11 +263,12 @@ impl Cluster {
         oracle_args.extend(extra_args(spec, "oracle-0"));
         cluster.launch(vec![("oracle-0".into(), Role::Oracle, oracle_args)])?;
 
+        let oracles = cluster.oracles().iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",");
         let mut rest = Vec::new();
         for (role, count) in [(Role::Mn, spec.memory_nodes), (Role::Cn, spec.compute_nodes)] {
             for number in 0..count {
                 let name = format!("{role}-{number}");
-                let mut args = vec!["--oracles".to_owned(), cluster.oracles().join(",")];
+                let mut args = vec!["--oracles".to_owned(), oracles.clone()];
                 if role == Role::Mn {
                     args.extend(["--regions".into(), spec.regions.to_string()]);
                     args.extend(["--region-bytes".into(), spec.region_bytes.to_string()]);
@@ -288,9 +289,9 @@ impl Cluster {
         self.home.path()
     }
 
-    /// Addresses of the oracles, as `--oracles` takes them.
-    pub fn oracles(&self) -> Vec<String> {
-        self.nodes.iter().filter(|node| node.role == Role::Oracle).map(|node| node.addr.to_string()).collect()
+    /// Addresses of the oracles.
+    pub fn oracles(&self) -> Vec<SocketAddr> {
+        self.nodes.iter().filter(|node| node.role == Role::Oracle).map(|node| node.addr).collect()
     }
 
     /// Folder with the certificate and key of `name`: a node's, `admin` or `client`.
@@ -338,9 +339,9 @@ impl Cluster {
         process.wait_exit(KILL_WITHIN).expect("SIGKILL ends a process");
     }
 
-    /// Stops a node's clock (SIGSTOP): it neither answers nor notices time.
+    /// Stops a node's clock (SIGSTOP): from now on it neither answers nor notices time.
     pub fn pause(&self, name: &str) {
-        self.node(name).process.signal(Signal::SIGSTOP);
+        self.node(name).process.pause();
     }
 
     /// Lets a paused node go on (SIGCONT).
@@ -423,7 +424,7 @@ impl Cluster {
             })
         });
         let file = ClusterFile {
-            oracles: self.nodes.iter().filter(|n| n.role == Role::Oracle).map(|n| n.addr).collect(),
+            oracles: self.oracles(),
             admin_cert_dir: self.cert_dir("admin"),
             client_cert_dir: self.cert_dir("client"),
             nodes: nodes.collect::<Result<_, ClusterError>>()?,

@@ -7,10 +7,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The machine, as it stands next to every figure.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Host {
     /// Model of the processor.
     pub cpu: String,
@@ -35,12 +35,17 @@ impl Host {
         let unknown = || "unknown".to_owned();
         Self {
             cpu: field("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
-            cores: thread::available_parallelism().map_or(0, usize::from),
+            cores: cores(),
             memory_bytes: field("/proc/meminfo", "MemTotal").as_deref().map_or(0, kib),
             kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| unknown(), |release| release.trim().to_owned()),
         }
     }
+}
+
+/// Cores that this process may use.
+pub fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// `"123 kB"` in bytes.
@@ -96,7 +101,7 @@ impl ProcessTimes {
 }
 
 /// Memory of a process in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
     /// Resident now.
     pub resident_bytes: u64,

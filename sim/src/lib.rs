@@ -4,9 +4,15 @@
 #![deny(unsafe_code)]
 
 pub mod cluster;
+pub mod graph_cache;
 pub mod host;
 pub mod inputs;
+pub mod local;
+pub mod loopback;
+pub mod progress;
+pub mod prove;
 pub mod recall;
 pub mod report;
+pub mod stage;
 pub mod svg;
 pub mod workload;

@@ -2,16 +2,17 @@
 //! from it alone.
 
 use comfy_table::{CellAlignment, Table, presets};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use shine_common::metric::{DType, Metric};
 
 use crate::host::{Host, ProcessMemory};
+use crate::svg::{Series, recall_over_qps};
 
 /// A loopback run, as in its JSON file.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
     /// Always "loopback".
-    pub kind: &'static str,
+    pub kind: String,
     /// One per ef.
     pub points: Vec<Point>,
     /// Seconds that building the graph took, at the time it was built; absent for a graph file that does not say.
@@ -67,7 +68,7 @@ pub struct Report {
 }
 
 /// Paths of a run.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Files {
     /// Base vectors.
     pub base: String,
@@ -82,14 +83,12 @@ pub struct Files {
 }
 
 /// Bytes of things in remote memory.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct LayoutFigures {
     /// A vector as read.
     pub vector_bytes: u64,
-    /// A level-0 list as read.
+    /// A list as read, on any level.
     pub list_bytes: u64,
-    /// An upper list as read.
-    pub upper_list_bytes: u64,
     /// A node on level 0: header, vector, list, with padding.
     pub record_bytes: u64,
     /// All regions of the collection, as far as handed out; by arithmetic.
@@ -99,7 +98,7 @@ pub struct LayoutFigures {
 }
 
 /// Memory of a node's process.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct NodeMemory {
     /// The node.
     pub name: String,
@@ -109,7 +108,7 @@ pub struct NodeMemory {
 }
 
 /// Figures at one ef. Means are over all measured queries.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Point {
     /// Beam.
     pub ef: u32,
@@ -171,6 +170,21 @@ impl Report {
             self.compute_nodes,
             self.in_flight,
         )
+    }
+
+    /// The picture: recall against queries per second.
+    ///
+    /// # Errors
+    /// If there is no point.
+    pub fn picture(&self) -> Result<String, String> {
+        let label = format!("{} graph", self.builder);
+        let commit = self.commit.get(..12).unwrap_or(&self.commit);
+        let note = format!(
+            "{} ({} cores), kernel {}, commit {commit}",
+            self.host.cpu, self.host.cores, self.host.kernel
+        );
+        let series = [Series { label: &label, points: &self.points }];
+        recall_over_qps(&self.title(), &note, self.k, &series)
     }
 
     /// The table for a terminal.

@@ -111,6 +111,15 @@ impl Process {
         status.is_none() && nix::sys::signal::kill(self.pid, signal).is_ok()
     }
 
+    /// Stops its clock, and returns when no thread of it runs any more.
+    pub(super) fn pause(&self) {
+        if self.signal(Signal::SIGSTOP) {
+            // Also returns when it ends meanwhile; leaves its end to the watcher.
+            let flags = WaitPidFlag::WSTOPPED | WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
+            let _ = waitid(Id::Pid(self.pid), flags);
+        }
+    }
+
     /// How it ended, if it has.
     pub(super) fn exit_status(&self) -> Option<ExitStatus> {
         *self.exit.status.lock().expect("no holder panics")
@@ -221,8 +230,8 @@ mod tests {
         assert_eq!((ready.role.as_str(), ready.name.as_str(), ready.addr.port()), ("cn", "cn-0", 7));
         assert_eq!(process.exit_status(), None);
         // A paused process keeps the signal until it is woken.
-        assert!(process.signal(Signal::SIGSTOP) && process.signal(Signal::SIGTERM));
-        assert!(process.signal(Signal::SIGCONT));
+        process.pause();
+        assert!(process.signal(Signal::SIGTERM) && process.signal(Signal::SIGCONT));
         assert!(!process.wait_exit(SOON).unwrap().success());
         assert!(!process.signal(Signal::SIGTERM), "nobody is there any more");
     }
