@@ -611,7 +611,9 @@ pub struct CollectionInfo {
 }
 
 /// Outcome of a check. All counts are over the whole collection.
-#[derive(Clone, PartialEq, Debug, Default, Archive, Serialize, Deserialize, serde::Serialize, serde::Deserialize)]
+#[derive(
+    Clone, PartialEq, Debug, Default, Archive, Serialize, Deserialize, serde::Serialize, serde::Deserialize,
+)]
 pub struct CheckReport {
     /// Records in state live.
     pub live: u64,

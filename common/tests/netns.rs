@@ -79,10 +79,13 @@ fn ip(args: &str) -> Result<(), String> {
     Err(format!("ip {args}: {}", String::from_utf8_lossy(&done.stderr).trim()))
 }
 
+/// A host, where it is served, and the connections that came in.
+type Server = (Arc<Host>, SocketAddr, Arc<Mutex<Vec<Connection>>>);
+
 struct Across {
     namespaces: Namespaces,
     ca: ClusterCa,
-    servers: Mutex<Vec<(Arc<Host>, SocketAddr, Arc<Mutex<Vec<Connection>>>)>>,
+    servers: Mutex<Vec<Server>>,
     callers: Mutex<Vec<(Arc<Host>, usize, Endpoint)>>,
 }
 

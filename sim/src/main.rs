@@ -24,7 +24,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Measure recall, speed and cost of a loopback cluster on given data
-    Loopback(LoopbackArgs),
+    Loopback(Box<LoopbackArgs>),
     /// Long checks of what the project claims
     Prove(ProveArgs),
 }
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
     };
     let outcome = runtime.block_on(until_interrupted(async {
         match cli.command {
-            Command::Loopback(args) => loopback::run(args).await,
+            Command::Loopback(args) => loopback::run(*args).await,
             Command::Prove(args) => prove::run(args).await,
         }
     }));

@@ -239,11 +239,14 @@ impl Connect<TestVerbs> for LocalConnect {
     }
 }
 
+/// Told of every new map.
+type Follower = Box<dyn Fn(&Arc<ClusterMap>) + Send>;
+
 struct OracleState {
     map: ClusterMap,
     next_collection: u32,
     /// Whoever follows the map.
-    followers: Vec<Box<dyn Fn(&Arc<ClusterMap>) + Send>>,
+    followers: Vec<Follower>,
     is_reachable: bool,
 }
 

@@ -61,11 +61,11 @@ impl Ledger {
         name: &str,
         work: impl Future<Output = anyhow::Result<T>>,
     ) -> anyhow::Result<T> {
-        if let Some(kept) = self.content.steps.get(name) {
-            if let Ok(result) = serde_json::from_value(kept.clone()) {
-                println!("{name}: done before");
-                return Ok(result);
-            }
+        if let Some(kept) = self.content.steps.get(name)
+            && let Ok(result) = serde_json::from_value(kept.clone())
+        {
+            println!("{name}: done before");
+            return Ok(result);
         }
         println!("{name} ..");
         let result = work.await.with_context(|| name.to_owned())?;
