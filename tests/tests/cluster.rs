@@ -54,7 +54,7 @@ fn a_cluster_leaves_no_process_and_no_file() -> Result<()> {
 
 #[test]
 fn a_node_that_does_not_start_is_reported_with_its_log() {
-    let spec = small().with_args("mn-0", &["--region-bytes", "banana"]);
+    let spec = small().with_args("mn-0", &["--threads", "banana"]);
     let error = Cluster::start(&spec).unwrap_err();
     let ClusterError::NotReady { name, what, log } = &error else { panic!("{error}") };
     assert_eq!(name, "mn-0");
