@@ -66,13 +66,15 @@ const IMPORTS: &[(&str, &[&str])] = &[
 
 /// Where `unsafe` may stand: remote memory, memory maps, prefetch, SIMD, and what a child does before it is a program.
 const UNSAFE: &[&str] = &[
+    "cn/examples/builders.rs",
     "cn/src/hnsw/prefetch.rs",
-    "common/benches/distance.rs",
+    "common/benches/",
     "common/src/dataset/",
     "common/src/graph_file.rs",
     "common/src/metric.rs",
     "common/src/metric/",
     "common/src/verbs/memory.rs",
+    "common/tests/netns.rs",
     "sim/src/cluster/process.rs",
 ];
 
