@@ -10,9 +10,9 @@
 //! is *dead*, or that the next claim of its id makes so.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use futures_util::stream::{FuturesUnordered, TryStreamExt as _};
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
@@ -36,6 +36,9 @@ use crate::reader::{Reader, VectorStore, parse_list};
 
 /// Attempts on a state change whose outcome is in doubt.
 const SETTLE_MAX: u32 = 4;
+
+/// Time after the deadline in which the insert itself may still say what kept it.
+const ANSWER_GRACE: Duration = Duration::from_millis(20);
 
 /// Draws levels: floor(−ln U / ln m), from one stream per compute node.
 #[derive(Debug)]
@@ -89,7 +92,7 @@ pub async fn insert<V: Verbs>(
     collection.check_vector(&vector)?;
     let level = levels.draw(collection.params().m);
     let task = tokio::spawn(Insert::new(collection, id, vector, level, deadline).run());
-    match tokio::time::timeout_at(deadline.into(), task).await {
+    match tokio::time::timeout_at((deadline + ANSWER_GRACE).into(), task).await {
         Ok(Ok(result)) => result,
         Ok(Err(failure)) => {
             Err(Fault::new(FaultCode::Internal, format!("the insert of id {id} broke off: {failure}")))
@@ -360,14 +363,21 @@ impl<V: Verbs> Insert<V> {
             backlinks.iter().map(|link| this.add_to_list(*link, slot.node, upper)).collect();
         let mut sum = Cost::default();
         let mut rounds = 0;
-        while let Some(cost) = updates.try_next().await? {
-            // They run beside each other: the longest counts.
-            rounds = rounds.max(cost.rounds);
-            sum.merge(Cost { rounds: 0, ..cost });
+        let mut failed = None;
+        // All are waited for, also where one fails: a lock that is let go in the middle of a write costs the session.
+        while let Some(outcome) = updates.next().await {
+            match outcome {
+                Ok(cost) => {
+                    // They run beside each other: the longest counts.
+                    rounds = rounds.max(cost.rounds);
+                    sum.merge(Cost { rounds: 0, ..cost });
+                }
+                Err(fault) => failed = failed.or(Some(fault)),
+            }
         }
         drop(updates);
         self.reader.cost.merge(Cost { rounds, ..sum });
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
 
     /// Reads the neighbours' lists, and of the full ones the vectors that the search has not met: what choosing again
