@@ -18,7 +18,11 @@ install() {
 missing=()
 command -v cc >/dev/null || missing+=(build-essential)
 for tool in "$@"; do
-    command -v "$tool" >/dev/null || missing+=("$tool")
+    case $tool in
+        python3-venv) python3 -c 'import ensurepip, venv' 2>/dev/null ;;
+        python3-dev) python3 -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ;;
+        *) command -v "$tool" >/dev/null ;;
+    esac || missing+=("$tool")
 done
 if ! command -v cargo >/dev/null && [ ! -x "${CARGO_HOME:-$HOME/.cargo}/bin/cargo" ]; then
     command -v curl >/dev/null || missing+=(curl ca-certificates)
