@@ -16,8 +16,8 @@
 //! Invariants ([`State::check`]): every change of the map makes its epoch larger by one; no region is in two
 //! collections; a region is `Free` only with zeroed memory; names of collections are unique.
 
+use core::net::SocketAddr;
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 
 use rkyv::{Archive, Deserialize, Serialize};
 use shine_common::ids::{CollectionId, Epoch, Incarnation, RegionId, RemotePtr};

@@ -573,7 +573,8 @@ mod tests {
             (Some(Hello { version: 77, ..hello.clone() }), BytesMut::new(), "version 77"),
             (None, framed(Kind::Ping, &[]), "unexpected Ping"),
             (None, framed(Kind::Hello, &[9; 40]), "Hello frame with a bad magic"),
-            (None, BytesMut::from(&b"GET / HTTP/1.1\r\n\r\n"[..]), "unknown kind 32"),
+            // Four bytes of length, then the kind: a slash.
+            (None, BytesMut::from(&b"GET / HTTP/1.1\r\n\r\n"[..]), "unknown kind 47"),
         ];
         for (hello, bytes, expected) in cases {
             let (_cn, connection, _recv) = raw(&ca, &server, hello, &bytes).await;
