@@ -51,7 +51,8 @@ impl SetFile {
     pub(super) fn find(self) -> anyhow::Result<PathBuf> {
         let set = self.name.split('/').next().expect("a name has a folder");
         find_file(&default_root(), self.name, self.sha256).with_context(|| {
-            format!("the set {set} is needed: make it with `scripts/data.sh {set}`, or set SHINE_DATA to where it is")
+            let remake = if set == "glove100" { "make it with `scripts/data.sh`, or " } else { "" };
+            format!("the set {set} is needed: {remake}set SHINE_DATA to the folder that holds {}", self.name)
         })
     }
 }
