@@ -19,7 +19,7 @@ use shine_common::metric::Metric;
 use crate::progress;
 
 /// Part of every key: changes when a builder makes other graphs for the same input.
-const CACHE_VERSION: u32 = 1;
+const CACHE_VERSION: u32 = 2;
 
 /// Who builds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -3,7 +3,8 @@
 //! Rows are inserted as in HNSW Alg. 1 by the one search machine and the one selection heuristic, in row order over all
 //! threads. Levels are drawn per row from the seed before anything else, so that lists have fixed places and the entry
 //! point, the first row of the highest level, never changes. Links follow hnswlib: a new node takes up to `m`, lists on
-//! level 0 hold `2·m`, and a list that is full is chosen anew by the heuristic.
+//! level 0 hold `2·m`, and a list that is full is chosen anew by the heuristic; on level 0 it then keeps more near nodes
+//! than hnswlib's ([`select::kept_at_least`]).
 //!
 //! Memory beside the vectors: per row two words per level-0 link and ten bytes, per upper list two words per link, per
 //! thread two bytes per row ([`memory_bytes`]).
@@ -32,7 +33,7 @@ use super::local::drive;
 use super::prefetch::prefetch;
 use super::repair;
 use super::search::{Candidate, Search};
-use super::select::{self, Pruned};
+use super::select;
 use super::visited::DenseVisited;
 
 /// Rows between two reports of progress by a thread.
@@ -245,9 +246,8 @@ impl<'a> Builder<'a> {
             );
             let m = graph.params.m as usize;
             let pair = |a: NodeId, b: NodeId| self.view().distance(a.0, b.0);
-            select::heuristic(found, m, Pruned::Drop, pair, chosen);
-            let tag = if found.len() < m { NEW } else { STOOD };
-            self.link_own(row, level, chosen, tag, full, kept);
+            let passed = select::heuristic(found, m, 0, pair, chosen);
+            self.link_own(row, level, chosen, passed, full, kept);
             for neighbour in chosen.iter() {
                 self.link_back(neighbour, level, row, full, kept);
             }
@@ -260,23 +260,24 @@ impl<'a> Builder<'a> {
         row: u32,
         level: u8,
         chosen: &[Candidate],
-        tag: u32,
+        passed: usize,
         full: &mut Vec<Candidate>,
         kept: &mut Vec<Candidate>,
     ) {
         let list = self.measured(row, level);
         let _held = self.locks[row as usize].lock();
         full.clear();
-        full.extend(chosen.iter().map(|c| Candidate::new(c.distance(), c.node(), tag)));
+        let tag = |at| if at < passed { STOOD } else { NEW };
+        full.extend(chosen.iter().enumerate().map(|(at, c)| Candidate::new(c.distance(), c.node(), tag(at))));
         full.extend(
             (0..list.nodes.len())
                 .map(|at| list.candidate(at, NEW))
                 .filter(|earlier| chosen.iter().all(|c| c.node() != earlier.node())),
         );
         if full.len() <= list.nodes.capacity() {
-            self.store(list, full, if tag == STOOD { chosen.len() } else { 0 });
+            self.store(list, full, passed);
         } else {
-            self.choose_anew(list, full, kept);
+            self.choose_anew(list, level, full, kept);
         }
     }
 
@@ -306,11 +307,11 @@ impl<'a> Builder<'a> {
         full.clear();
         full.extend((0..len).map(|at| list.candidate(at, if at < stood { STOOD } else { NEW })));
         full.push(back);
-        self.choose_anew(list, full, kept);
+        self.choose_anew(list, level, full, kept);
     }
 
     /// Chooses a list among more candidates than it holds.
-    fn choose_anew(&self, list: Measured<'_>, full: &mut [Candidate], kept: &mut Vec<Candidate>) {
+    fn choose_anew(&self, list: Measured<'_>, level: u8, full: &mut [Candidate], kept: &mut Vec<Candidate>) {
         full.sort_unstable();
         for candidate in full.iter() {
             prefetch(self.vectors.row(candidate.node().0 as usize));
@@ -319,8 +320,10 @@ impl<'a> Builder<'a> {
             (candidate.upper() == NEW || taken.upper() == NEW)
                 && self.view().distance(candidate.node().0, taken.node().0) < candidate.distance()
         };
-        select::heuristic_by(full, list.nodes.capacity(), Pruned::Drop, crowds, kept);
-        self.store(list, kept, kept.len());
+        let capacity = list.nodes.capacity();
+        let at_least = select::kept_at_least(level, capacity);
+        let passed = select::heuristic_by(full, capacity, at_least, crowds, kept);
+        self.store(list, kept, passed);
     }
 
     fn store(&self, list: Measured<'_>, entries: &[Candidate], stood: usize) {

@@ -26,7 +26,7 @@ use shine_common::wire::{Fault, FaultCode, Receipt};
 use tracing::{debug, warn};
 
 use super::search::{Candidate, ListRef};
-use super::select::{self, Pruned};
+use super::select;
 use crate::alloc::Slot;
 use crate::collection::{Collection, Entry};
 use crate::fabric::{Cost, Gather, WriteSet, deadline_exceeded, os_rng};
@@ -337,7 +337,7 @@ impl<V: Verbs> Insert<V> {
             let level = *level;
             let met = &self.met;
             let pair = |a, b| collection.distance().eval(met.vector(a), met.vector(b));
-            select::heuristic(candidates, params.m as usize, Pruned::Drop, pair, &mut chosen);
+            select::heuristic(candidates, params.m as usize, 0, pair, &mut chosen);
             if level == 0 {
                 let (chunk, at) = collection.place(slot.node).expect("the chunk of a leased slot is known");
                 let nodes: Vec<_> = chosen.iter().map(Candidate::node).collect();
@@ -464,7 +464,8 @@ impl<V: Verbs> Insert<V> {
             candidates.dedup();
             let mut chosen = Vec::with_capacity(room);
             let pair = |a, b| distance.eval(vector(a), vector(b));
-            select::heuristic(&candidates, room, Pruned::Drop, pair, &mut chosen);
+            let at_least = select::kept_at_least(link.level, room);
+            select::heuristic(&candidates, room, at_least, pair, &mut chosen);
             entries.clear();
             entries.extend(chosen.iter().map(|c| (c.node(), c.upper())));
         }

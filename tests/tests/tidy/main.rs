@@ -61,6 +61,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("shine-client", &["shine-common"]),
     ("shine-sim", &["shine-common", "shine-cn", "shine-mn", "shine-oracle", "shine-client"]),
     ("shine-cli", &["shine-common", "shine-cn", "shine-client", "shine-sim"]),
+    ("shine-fuzz", &["shine-common"]),
     ("shine-tests", &["shine-common", "shine-cn", "shine-mn", "shine-oracle", "shine-client", "shine-sim"]),
 ];
 
