@@ -111,7 +111,7 @@ fn call_error(error: RpcError) -> CallError {
     match error {
         RpcError::Fault(fault) => CallError::Fault(fault),
         RpcError::DeadlineExceeded { .. } => CallError::Late,
-        RpcError::OtherVersion { .. } => CallError::Refused(error.to_string()),
+        RpcError::OtherVersion { .. } | RpcError::Refused { .. } => CallError::Refused(error.to_string()),
         RpcError::TooLarge { .. } => CallError::Fault(Fault::new(FaultCode::BadRequest, error.to_string())),
         RpcError::Connect { why } => CallError::NotSent(why),
         other => CallError::Lost(other.to_string()),
@@ -186,16 +186,7 @@ async fn oracle_status(endpoint: &Endpoint, addr: SocketAddr, deadline: Instant)
     let ask = async {
         let client = RpcClient::connect(endpoint, addr, Role::Oracle, until).await.map_err(text)?;
         match client.call(&OracleRequest::Status, until).await.map_err(text)? {
-            OracleResponse::Status { name, epoch, uptime_s } => Ok(NodeStatus {
-                name,
-                role: Role::Oracle,
-                version: String::new(),
-                uptime_s,
-                epoch: epoch.0,
-                oracle_reachable: true,
-                simd: String::new(),
-                counters: Vec::new(),
-            }),
+            OracleResponse::Status(status) => Ok(status),
             _ => Err("answered with something else than its status".to_owned()),
         }
     };
@@ -208,6 +199,9 @@ fn oracle_error(error: OracleError, oracles: &[SocketAddr]) -> ClientError {
     let list = oracles.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
     match error {
         OracleError::Fault(fault) => ClientError::Fault { node: format!("oracle of {list}"), fault },
+        OracleError::Refused { tried } => {
+            ClientError::Refused { node: format!("oracle of {list}"), cause: tried }
+        }
         OracleError::NoOracle { tried } => ClientError::NoOracle { oracles: list, cause: tried },
         other => ClientError::NoOracle { oracles: list, cause: other.to_string() },
     }

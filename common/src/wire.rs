@@ -408,14 +408,7 @@ pub enum OracleResponse {
         epoch: Epoch,
     },
     /// To `Status`.
-    Status {
-        /// Name.
-        name: String,
-        /// Epoch of the map.
-        epoch: Epoch,
-        /// Seconds since start.
-        uptime_s: u64,
-    },
+    Status(NodeStatus),
 }
 
 // ---------------------------------------------------------------------------------------- to compute nodes
@@ -664,7 +657,7 @@ pub struct NodeStatus {
     pub epoch: u64,
     /// Whether an oracle answered within the last lease.
     pub oracle_reachable: bool,
-    /// Instruction set of the distance kernels.
+    /// Instruction set of the distance kernels; `none` of a process that computes no distances.
     pub simd: String,
     /// Counters by name, cumulative.
     pub counters: Vec<(String, u64)>,

@@ -17,7 +17,7 @@ use shine_common::ids::Epoch;
 use shine_common::net::endpoint::{Alpn, Endpoint, close};
 use shine_common::net::rpc::{self, Handler};
 use shine_common::net::tls::PeerIdentity;
-use shine_common::wire::{ClusterMap, Fault, FaultCode, OracleRequest, OracleResponse, Role};
+use shine_common::wire::{ClusterMap, Fault, FaultCode, NodeStatus, OracleRequest, OracleResponse, Role};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -199,11 +199,7 @@ impl Handler for Oracle {
         authorise(peer, &request)?;
         match request {
             OracleRequest::WatchMap { after, wait_ms } => self.watch(after, wait_ms).await,
-            OracleRequest::Status => Ok(OracleResponse::Status {
-                name: self.name.clone(),
-                epoch: self.map.borrow().epoch,
-                uptime_s: self.start.elapsed().as_secs(),
-            }),
+            OracleRequest::Status => Ok(OracleResponse::Status(self.status())),
             request => self.ask_keeper(request).await,
         }
     }
@@ -225,6 +221,19 @@ impl Oracle {
         let _ = tokio::time::timeout(wait, map.wait_for(|map| map.epoch > after)).await;
         let map = map.borrow().clone();
         Ok(OracleResponse::Map((*map).clone()))
+    }
+
+    fn status(&self) -> NodeStatus {
+        NodeStatus {
+            name: self.name.clone(),
+            role: Role::Oracle,
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime_s: self.start.elapsed().as_secs(),
+            epoch: self.map.borrow().epoch.0,
+            oracle_reachable: true,
+            simd: "none".into(),
+            counters: vec![("watchers".into(), (WATCHERS_MAX - self.watchers.available_permits()) as u64)],
+        }
     }
 
     async fn ask_keeper(&self, request: OracleRequest) -> Result<OracleResponse, Fault> {

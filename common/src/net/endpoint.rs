@@ -171,6 +171,16 @@ pub enum EndpointError {
         /// What happened.
         why: String,
     },
+    /// One side did not accept the other's certificate: waiting does not help.
+    #[error("connecting to {expected} at {addr}: {why}")]
+    Refused {
+        /// Peer's address.
+        addr: SocketAddr,
+        /// Role that was expected there.
+        expected: Role,
+        /// What was wrong with it.
+        why: String,
+    },
     /// Somebody else answered.
     #[error("{addr} is {found}: expected role {expected}")]
     WrongRole {
@@ -293,6 +303,9 @@ impl Endpoint {
             Ok(Err(ConnectionError::TimedOut)) | Err(_) => {
                 return Err(failed("no answer: is the process running, and reachable from here?".into()));
             }
+            Ok(Err(error)) if is_refusal(&error) => {
+                return Err(EndpointError::Refused { addr, expected, why: why(&error) });
+            }
             Ok(Err(error)) => return Err(failed(why(&error))),
         };
         let found = peer_identity(&connection).map_err(|e| failed(e.to_string()))?;
@@ -377,6 +390,15 @@ pub fn why(error: &ConnectionError) -> String {
         ConnectionError::Reset => "the peer no longer knows the connection (it was restarted)".into(),
         ConnectionError::LocallyClosed => "it was closed on this side".into(),
         other => other.to_string(),
+    }
+}
+
+/// Whether a connection ended because one side did not accept the other's certificate or protocol.
+pub fn is_refusal(error: &ConnectionError) -> bool {
+    match error {
+        ConnectionError::TransportError(e) => alert(e.code).is_some(),
+        ConnectionError::ConnectionClosed(e) => alert(e.error_code).is_some(),
+        _ => false,
     }
 }
 

@@ -57,6 +57,12 @@ pub enum OracleError {
         /// Each that was tried, with why.
         tried: String,
     },
+    /// No oracle accepts our certificate, or we none of theirs. Nothing was done.
+    #[error("refused by every oracle: {tried}")]
+    Refused {
+        /// Each that was tried, with why.
+        tried: String,
+    },
     /// The call broke after it was sent, and must not be made twice: look whether it was done.
     #[error("the oracle may or may not have done it: {0}")]
     Unknown(RpcError),
@@ -76,7 +82,7 @@ impl From<OracleError> for Fault {
     fn from(error: OracleError) -> Self {
         let code = match &error {
             OracleError::Fault(fault) => return fault.clone(),
-            OracleError::NoOracle { .. } => FaultCode::NoOracle,
+            OracleError::NoOracle { .. } | OracleError::Refused { .. } => FaultCode::NoOracle,
             OracleError::Unknown(_) => FaultCode::Unavailable,
             OracleError::Unexpected { .. } => FaultCode::Internal,
         };
@@ -148,6 +154,7 @@ impl OracleClient {
         let inner = &*self.inner;
         let first = inner.good.lock().0;
         let mut tried = Vec::new();
+        let mut refused_count = 0;
         for step in 0..inner.oracles.len() {
             let at = (first + step) % inner.oracles.len();
             let limit = deadline.min(Instant::now() + CALL_TIME_MAX + waits(request));
@@ -165,7 +172,8 @@ impl OracleClient {
                     tried.push(format!("{}: {fault}", inner.oracles[at]));
                 }
                 Err(error) if error.is_unsent() || may_be_done_twice(request) => {
-                    tried.push(error.to_string())
+                    refused_count += usize::from(matches!(error, RpcError::Refused { .. }));
+                    tried.push(error.to_string());
                 }
                 Err(error) => return Err(OracleError::Unknown(error)),
             }
@@ -176,7 +184,9 @@ impl OracleClient {
         if tried.is_empty() {
             tried.push("no time was left".into());
         }
-        Err(OracleError::NoOracle { tried: tried.join("; ") })
+        let is_refused = refused_count == inner.oracles.len();
+        let tried = tried.join("; ");
+        Err(if is_refused { OracleError::Refused { tried } } else { OracleError::NoOracle { tried } })
     }
 
     async fn call_one(
@@ -248,7 +258,7 @@ fn unexpected(oracles: &OracleClient, question: &'static str, answer: &OracleRes
         OracleResponse::Map(_) => "Map",
         OracleResponse::Collection { .. } => "Collection",
         OracleResponse::Done { .. } => "Done",
-        OracleResponse::Status { .. } => "Status",
+        OracleResponse::Status(_) => "Status",
     };
     let addr = oracles.inner.oracles[oracles.inner.good.lock().0];
     OracleError::Unexpected { addr, question, answer }
@@ -459,7 +469,8 @@ fn is_final(error: &OracleError) -> bool {
     match error {
         OracleError::Fault(fault) => fault.code != FaultCode::Unavailable,
         OracleError::Unexpected { .. } => true,
-        OracleError::NoOracle { .. } | OracleError::Unknown(_) => false,
+        // An oracle of this cluster may come to where a stranger is now.
+        OracleError::NoOracle { .. } | OracleError::Refused { .. } | OracleError::Unknown(_) => false,
     }
 }
 

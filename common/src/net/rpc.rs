@@ -304,6 +304,12 @@ pub enum RpcError {
         /// What happened, with the address.
         why: String,
     },
+    /// The peer did not accept our certificate, or we not the peer's: nothing was done, and waiting does not help.
+    #[error("{why}")]
+    Refused {
+        /// What was wrong, with the address.
+        why: String,
+    },
     /// The connection or the call broke; the peer may or may not have acted.
     #[error("call to {peer} at {addr} broke: {why}")]
     Transport {
@@ -359,7 +365,10 @@ pub enum RpcError {
 impl RpcError {
     /// Whether the peer has certainly not acted on the request.
     pub fn is_unsent(&self) -> bool {
-        matches!(self, Self::Connect { .. } | Self::TooLarge { .. } | Self::OtherVersion { .. })
+        matches!(
+            self,
+            Self::Connect { .. } | Self::Refused { .. } | Self::TooLarge { .. } | Self::OtherVersion { .. }
+        )
     }
 
     /// Whether another process of the same role may do better.
@@ -367,6 +376,7 @@ impl RpcError {
         matches!(
             self,
             Self::Connect { .. }
+                | Self::Refused { .. }
                 | Self::Transport { .. }
                 | Self::DeadlineExceeded { .. }
                 | Self::OtherVersion { .. }
@@ -379,9 +389,10 @@ impl From<RpcError> for Fault {
     fn from(error: RpcError) -> Self {
         let code = match &error {
             RpcError::Fault(fault) => return fault.clone(),
-            RpcError::Connect { .. } | RpcError::Transport { .. } | RpcError::OtherVersion { .. } => {
-                FaultCode::Unavailable
-            }
+            RpcError::Connect { .. }
+            | RpcError::Refused { .. }
+            | RpcError::Transport { .. }
+            | RpcError::OtherVersion { .. } => FaultCode::Unavailable,
             RpcError::DeadlineExceeded { .. } => FaultCode::DeadlineExceeded,
             RpcError::Protocol { .. } => FaultCode::Corrupt,
             RpcError::TooLarge { .. } => FaultCode::BadRequest,
@@ -413,7 +424,8 @@ impl<Req: Message, Resp: Message> RpcClient<Req, Resp> {
     /// Connects to the process of role `role` at `addr`.
     ///
     /// # Errors
-    /// [`RpcError::Connect`], by the endpoint's handshake timeout or `deadline`, whichever is first.
+    /// [`RpcError::Connect`] or [`RpcError::Refused`], by the endpoint's handshake timeout or `deadline`, whichever is
+    /// first.
     pub async fn connect(
         endpoint: &Endpoint,
         addr: SocketAddr,
@@ -426,7 +438,10 @@ impl<Req: Message, Resp: Message> RpcClient<Req, Resp> {
             .map_err(|_| RpcError::Connect {
                 why: format!("connecting to {role} at {addr}: no answer by the deadline"),
             })?
-            .map_err(|e: EndpointError| RpcError::Connect { why: e.to_string() })?;
+            .map_err(|e: EndpointError| match e {
+                EndpointError::Refused { .. } => RpcError::Refused { why: e.to_string() },
+                other => RpcError::Connect { why: other.to_string() },
+            })?;
         Self::on(connection)
     }
 
@@ -470,9 +485,16 @@ impl<Req: Message, Resp: Message> RpcClient<Req, Resp> {
             return Err(RpcError::TooLarge { bytes: body.len(), max: MESSAGE_MAX });
         }
         match tokio::time::timeout_at(deadline.into(), self.exchange(&body)).await {
+            Ok(Err(broke @ RpcError::Transport { .. })) => Err(self.refusal().unwrap_or(broke)),
             Ok(outcome) => outcome,
             Err(_) => Err(RpcError::DeadlineExceeded { peer: self.peer.clone(), addr: self.addr() }),
         }
+    }
+
+    /// Why the peer did not accept us, if that is what ended the connection: it says so after we have connected.
+    fn refusal(&self) -> Option<RpcError> {
+        let ended = self.connection.close_reason().filter(endpoint::is_refusal)?;
+        Some(RpcError::Refused { why: format!("{} at {}: {}", self.peer, self.addr(), why(&ended)) })
     }
 
     async fn exchange(&self, body: &[u8]) -> Result<Resp, RpcError> {
