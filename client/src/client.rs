@@ -22,9 +22,13 @@ use crate::peers::{Peer, Peers};
 /// How a client behaves.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// Time for a search, insert, get, stats or list; 2 s by default.
+    /// Time for a search, get, stats or list; 2 s by default.
     pub deadline: Duration,
-    /// Time for a change of the cluster: create, drop, and each step of a load or check; 60 s by default.
+    /// Time for an insert; 10 s by default. It writes many lists under locks, and one that is cut off leaves its caller
+    /// with [`ClientError::InsertUnknown`].
+    pub insert_deadline: Duration,
+    /// Time for a change of the cluster: create, drop, and each step of a load or check; 60 s by default. A load or
+    /// check takes as long as it takes.
     pub admin_deadline: Duration,
     /// Time to learn the cluster map when connecting; 5 s by default.
     pub connect_deadline: Duration,
@@ -39,6 +43,7 @@ impl Default for ClientOptions {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(2),
+            insert_deadline: Duration::from_secs(10),
             admin_deadline: Duration::from_secs(60),
             connect_deadline: Duration::from_secs(5),
             patience: Duration::from_millis(400),
@@ -243,7 +248,7 @@ impl Client {
         id: ExternalId,
         vector: Vec<u8>,
     ) -> Result<Inserted, ClientError> {
-        let deadline = Instant::now() + self.inner.options.deadline;
+        let deadline = Instant::now() + self.inner.options.insert_deadline;
         crate::insert::insert(&self.inner.courier, collection, id, vector, deadline).await
     }
 
@@ -299,11 +304,11 @@ impl Client {
         }
     }
 
-    /// Checks a collection: links in range, ids unique, orphans counted. Runs as a job of one compute node;
-    /// `progress` hears of every step.
+    /// Checks a collection: links in range, ids unique, orphans counted. Runs as a job of one compute node, for as long
+    /// as it takes; `progress` hears of every step.
     ///
     /// # Errors
-    /// Also if that node is lost: a job does not move.
+    /// Also if that node is lost: a job does not move. A node that cannot be reached for a moment is asked again.
     pub async fn check(
         &self,
         collection: &str,
@@ -311,8 +316,11 @@ impl Client {
     ) -> Result<CheckReport, ClientError> {
         /// Between two questions about the job.
         const POLL: Duration = Duration::from_millis(100);
+        /// Longest time without any answer about the job.
+        const LOST_AFTER: Duration = Duration::from_secs(10);
         let ask = |job| CnRequest::Check { collection: collection.to_owned(), job };
-        let (peer, mut answer) = self.inner.courier.ask(|_| ask(0), self.admin_deadline()).await?;
+        let courier = &self.inner.courier;
+        let (peer, mut answer) = courier.ask_in_turn(&ask(0), self.admin_deadline()).await?;
         loop {
             let CnResponse::Check { job, done, total, report } = answer else {
                 return Err(unexpected(&peer, "the progress of a check"));
@@ -321,9 +329,15 @@ impl Client {
             if let Some(report) = report {
                 return Ok(report);
             }
-            sleep_until(Instant::now() + POLL).await;
-            let outcome = self.inner.courier.call(&peer, &ask(job), self.admin_deadline()).await;
-            answer = outcome.map_err(|error| error.at(&peer))?;
+            let lost_at = Instant::now() + LOST_AFTER;
+            answer = loop {
+                sleep_until(Instant::now() + POLL).await;
+                match courier.call(&peer, &ask(job), self.admin_deadline()).await {
+                    Ok(answer) => break answer,
+                    Err(error) if error.moves_on() && Instant::now() < lost_at => {}
+                    Err(error) => return Err(error.at(&peer)),
+                }
+            };
         }
     }
 

@@ -1,8 +1,9 @@
 //! Gets one call answered: which node to ask, when to move on, when to give up. Knows time, but no socket.
 //!
-//! Two ways to ask. [`Courier::ask`] is for calls that may run twice: a node that fell silent keeps its call while
-//! the next node gets it too, and the first answer wins. [`Courier::tell`] is for calls that must run once: the next
-//! node is asked only if the one before surely did nothing.
+//! Three ways to ask. [`Courier::ask`] is for calls that may run twice: a node that fell silent keeps its call while
+//! the next node gets it too, and the first answer wins. [`Courier::ask_in_turn`] is for long work that may run twice
+//! but should not: one node after the other. [`Courier::tell`] is for calls that must run once: the next node is asked
+//! only if the one before surely did nothing.
 //!
 //! Invariant: every call ends by its deadline, with an answer or with the error that says most about why not.
 
@@ -194,6 +195,27 @@ impl<T: Transport> Courier<T> {
                 }
             }
         }
+    }
+
+    /// Gets a call answered that may run twice but is dear: the next node is asked when the one before has failed, not
+    /// when it is merely slow.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub(crate) async fn ask_in_turn(
+        &self,
+        request: &CnRequest,
+        deadline: Instant,
+    ) -> Result<Answered, ClientError> {
+        let mut round = self.round(deadline);
+        while let Some(peer) = self.next_peer(&mut round).await {
+            match self.call(&peer, request, deadline).await {
+                Ok(answer) => return Ok((peer, answer)),
+                Err(error) if !error.moves_on() => return Err(error.at(&peer)),
+                Err(error) => round.failed(peer, error),
+            }
+        }
+        Err(round.error())
     }
 
     /// Gets a call carried out that must not run twice.

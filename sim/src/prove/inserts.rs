@@ -143,8 +143,8 @@ async fn stage(graph: &GraphFile, rows: usize, compute_nodes: u16) -> anyhow::Re
     // Room for all rows in the regions that the collection starts with, and as much again to grow into.
     let region_bytes = plan.region_bytes * (rows as u64).div_ceil(graph.rows().into()) * 2;
     let spec = ClusterSpec { compute_nodes, regions: 3, region_bytes, ..ClusterSpec::default() };
-    let stage =
-        Stage::start_with(spec, ClientOptions { deadline: PATIENCE, ..ClientOptions::default() }).await?;
+    let options = ClientOptions { deadline: PATIENCE, insert_deadline: PATIENCE, ..ClientOptions::default() };
+    let stage = Stage::start_with(spec, options).await?;
     stage.load(graph, COLLECTION, &[]).await?;
     Ok(stage)
 }
