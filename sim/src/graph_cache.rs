@@ -84,12 +84,6 @@ pub fn default_root() -> PathBuf {
     set("SHINE_CACHE").unwrap_or_else(|| cache().unwrap_or_default().join("shine/graphs"))
 }
 
-fn rows_hash(base: &Vectors) -> [u8; 32] {
-    let mut hash = Sha256::new();
-    base.iter().for_each(|row| hash.update(row));
-    hash.finalize().into()
-}
-
 /// Name of a graph of the rows with that hash.
 fn key(rows_hash: &[u8; 32], base: &Vectors, spec: &GraphSpec) -> String {
     let mut hash = Sha256::new();
@@ -114,7 +108,7 @@ fn key(rows_hash: &[u8; 32], base: &Vectors, spec: &GraphSpec) -> String {
 /// # Errors
 /// If it cannot be built or written.
 pub async fn find_or_build(root: &Path, base: &Vectors, spec: &GraphSpec) -> anyhow::Result<Graph> {
-    let rows_hash = rows_hash(base);
+    let rows_hash = base.rows_hash();
     let key = key(&rows_hash, base, spec);
     let path = root.join(format!("{key}.graph"));
     std::fs::create_dir_all(root).with_context(|| format!("making {}", root.display()))?;
@@ -134,7 +128,7 @@ pub async fn find_or_build(root: &Path, base: &Vectors, spec: &GraphSpec) -> any
 /// # Errors
 /// If it cannot be built or written.
 pub async fn build(base: &Vectors, spec: &GraphSpec, path: &Path) -> anyhow::Result<GraphFile> {
-    build_hashed(base, spec, path, rows_hash(base)).await
+    build_hashed(base, spec, path, base.rows_hash()).await
 }
 
 async fn build_hashed(

@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 use shine_cn::hnsw::build::{self, BuildOptions};
 use shine_cn::hnsw::hnsw_rs_builder;
-use shine_common::dataset::Vectors;
 use shine_common::graph_file::{Check, GraphFile};
 use shine_common::metric::{DType, Metric};
 
+use crate::files::Force;
 use crate::input;
 use crate::out::{Out, Progress, Unit, bytes, facts};
 
@@ -40,6 +39,8 @@ pub(crate) struct BuildArgs {
     /// The graph file to write
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Links per node and level; twice that on level 0
     #[arg(long, default_value_t = 16)]
     m: u32,
@@ -78,6 +79,7 @@ struct Built {
 
 /// Builds a graph file.
 pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
+    args.force.check(&[&args.out], &[&args.base])?;
     let base = input::open(&args.base, args.rows)?;
     let options = BuildOptions {
         m: args.m,
@@ -92,7 +94,7 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
         Builder::HnswRs => hnsw_rs_builder::build(&base, args.metric, &options, &progress)?,
     };
     drop(bar);
-    graph.write(&args.out, &base, rows_hash(&base))?;
+    graph.write(&args.out, &base, base.rows_hash())?;
     let file = GraphFile::open(&args.out, Check::Header)?;
     let info = file.info();
     let built = Built {
@@ -128,11 +130,4 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
             ),
         ])
     })
-}
-
-/// Hash of the rows, by which a graph file says what it was built from.
-fn rows_hash(base: &Vectors) -> [u8; 32] {
-    let mut hash = Sha256::new();
-    base.iter().for_each(|row| hash.update(row));
-    hash.finalize().into()
 }

@@ -8,6 +8,7 @@ use serde::Serialize;
 use shine_common::net::tls::ClusterCa;
 use shine_common::wire::Role;
 
+use crate::files::Force;
 use crate::out::Out;
 
 #[derive(Debug, Args)]
@@ -44,8 +45,9 @@ struct InitArgs {
 #[command(after_help = "Examples:
   shine ca issue --ca ca --role mn --name mn-0 --host 10.0.0.7 --out certs/mn-0
   shine ca issue --ca ca --role client --name alice --days 30 --out certs/alice
+  shine ca issue --ca ca --role client --name alice --out certs/alice --force
 
-Roles: oracle, mn and cn are processes; a client may search and insert, an admin may also create, load and drop.")]
+The last one renews a certificate. Roles: oracle, mn and cn are processes; a client may search and insert, an admin may also create, load and drop.")]
 struct IssueArgs {
     /// Folder of the authority, as made by `shine ca init`
     #[arg(long, value_name = "DIR")]
@@ -65,6 +67,8 @@ struct IssueArgs {
     /// Folder to write ca.pem, node.pem and node.key to
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    #[command(flatten)]
+    force: Force,
 }
 
 #[derive(Debug, Serialize)]
@@ -84,7 +88,9 @@ pub(crate) fn run(args: CaArgs, out: Out) -> Result<()> {
             })
         }
         CaCommand::Issue(args) => {
-            ClusterCa::load(&args.ca)?.issue(args.role, &args.name, &args.hosts, args.days, &args.out)?;
+            let ca = ClusterCa::load(&args.ca)?;
+            args.force.check(&[&args.out.join("node.pem"), &args.out.join("node.key")], &[])?;
+            ca.issue(args.role, &args.name, &args.hosts, args.days, &args.out)?;
             let made = Made { dir: args.out, files: &["ca.pem", "node.pem", "node.key"] };
             out.print(&made, |made| {
                 format!("certificate of {} {} in {}", args.role, args.name, made.dir.display())

@@ -35,7 +35,8 @@ enum CollectionCommand {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   shine collection create words --dim 100 --dtype i8 --metric l2
-  shine collection create docs --dim 768 --metric cosine --m 32 --ef-construction 400 --capacity 5000000
+  shine collection create points --dim 4 --metric l2
+  shine collection create docs --dim 768 --metric cosine --m 32 --capacity 5000000
   shine collection create local --dim 96 --metric l2 --memory-nodes mn-0,mn-1")]
 struct CreateArgs {
     /// Name: 1 to 64 of a-z A-Z 0-9 _ -

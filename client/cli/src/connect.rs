@@ -26,19 +26,21 @@ pub(crate) struct Connection {
     /// Folder of a local cluster, as made by `shine up`
     #[arg(long, global = true, env = "SHINE_DIR", value_name = "DIR", default_value = ".shine")]
     pub(crate) dir: PathBuf,
-    /// Time for a search, insert or look-up, in milliseconds
+    /// Time for a search, insert or look-up, in milliseconds [default: 2000; for an insert, and where many searches
+    /// are made (--file, recall), 10000]
     #[arg(
         long,
         global = true,
+        env = "SHINE_DEADLINE_MS",
         value_name = "MS",
-        default_value_t = 2_000,
         value_parser = clap::value_parser!(u32).range(1..=60_000)
     )]
-    deadline_ms: u32,
+    deadline_ms: Option<u32>,
     /// Time to reach an oracle, in milliseconds
     #[arg(
         long,
         global = true,
+        env = "SHINE_CONNECT_MS",
         value_name = "MS",
         default_value_t = 5_000,
         value_parser = clap::value_parser!(u32).range(1..=60_000)
@@ -76,23 +78,46 @@ impl Connection {
         Ok(Place { oracles, cert_dir })
     }
 
-    /// Connects.
-    pub(crate) async fn client(&self) -> Result<Client> {
+    /// Connects. Searches and look-ups have `deadline`, unless the flag says otherwise.
+    async fn client(&self, deadline: Duration) -> Result<Client> {
         let place = self.place()?;
         let identity = Identity::load(&place.cert_dir)
             .with_context(|| format!("certificate in {}", place.cert_dir.display()))?;
-        let options = ClientOptions {
-            deadline: Duration::from_millis(self.deadline_ms.into()),
+        let mut options = ClientOptions {
+            deadline,
             connect_deadline: Duration::from_millis(self.connect_ms.into()),
             ..ClientOptions::default()
         };
+        if let Some(ms) = self.deadline_ms {
+            options.deadline = Duration::from_millis(ms.into());
+            options.insert_deadline = options.deadline;
+        }
         Ok(Client::connect(&place.oracles, identity, options).await?)
     }
 }
 
+/// Time for each of many searches, of which none may fail: somebody waits for all of them.
+const BATCH_DEADLINE: Duration = Duration::from_secs(10);
+
 /// Runs `work` with a client, and says good-bye whatever comes of it.
 pub(crate) fn with_client<T>(
     connection: &Connection,
+    work: impl AsyncFnOnce(&Client) -> Result<T>,
+) -> Result<T> {
+    run(connection, ClientOptions::default().deadline, work)
+}
+
+/// As [`with_client`], for work that makes many searches.
+pub(crate) fn with_batch_client<T>(
+    connection: &Connection,
+    work: impl AsyncFnOnce(&Client) -> Result<T>,
+) -> Result<T> {
+    run(connection, BATCH_DEADLINE, work)
+}
+
+fn run<T>(
+    connection: &Connection,
+    deadline: Duration,
     work: impl AsyncFnOnce(&Client) -> Result<T>,
 ) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -101,7 +126,7 @@ pub(crate) fn with_client<T>(
         .build()
         .context("starting the runtime")?;
     runtime.block_on(async {
-        let client = connection.client().await?;
+        let client = connection.client(deadline).await?;
         let outcome = work(&client).await;
         client.close().await;
         outcome
@@ -118,7 +143,7 @@ mod tests {
             oracles: oracles.map(Into::into),
             cert_dir: cert_dir.map(Into::into),
             dir: dir.into(),
-            deadline_ms: 2_000,
+            deadline_ms: None,
             connect_ms: 5_000,
         }
     }

@@ -1,6 +1,7 @@
 //! What scripts see of a failure: an exit code, and with `--json` one JSON document on stderr.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use serde_json::json;
 use shine_client::ClientError;
@@ -15,11 +16,11 @@ use shine_sim::cluster::ClusterError;
 pub(crate) const HELP: &str = "Exit codes:
   0  done
   1  failed; `shine check`: the collection is not sound
-  2  usage or input: a flag, a value or a file is not as expected
+  2  usage or input: a flag, a value or a file is not as expected; the cluster was not asked
   3  not found: no such collection, id, node, or no cluster here
   4  unavailable: nobody answers in time, all are overloaded, or a memory node or its content is lost
-  5  exists: the collection or id is taken, or a cluster is up here already
-  6  refused: the certificate is another cluster's, or its role may not do this
+  5  exists: the collection or id is taken, a cluster is up here already, or a file would be overwritten
+  6  refused: the cluster does not take a value, the role may not do this, or the certificate is another cluster's
   7  full: no memory is left
   8  unknown: the change may or may not have taken effect";
 
@@ -47,6 +48,16 @@ pub(crate) struct BadInput(pub(crate) String);
 #[error("collection '{0}' is not sound")]
 pub(crate) struct Unsound(pub(crate) String);
 
+/// A file that is there already and would be overwritten.
+#[derive(Debug, thiserror::Error)]
+#[error("{} exists already: choose another name, or give --force to replace it", .0.display())]
+pub(crate) struct FileExists(pub(crate) PathBuf);
+
+/// Processes that `shine status` got no answer from. Its report is on stdout already.
+#[derive(Debug, thiserror::Error)]
+#[error("no answer from {}", .0.join(", "))]
+pub(crate) struct Silent(pub(crate) Vec<String>);
+
 /// Makes a [`BadInput`].
 pub(crate) fn bad_input(text: impl fmt::Display) -> anyhow::Error {
     BadInput(text.to_string()).into()
@@ -63,6 +74,12 @@ pub(crate) fn classify(error: &anyhow::Error) -> (Exit, String) {
         }
         if cause.is::<Unsound>() {
             return (Exit::Failed, "unsound".into());
+        }
+        if cause.is::<Silent>() {
+            return (Exit::Unavailable, "unavailable".into());
+        }
+        if cause.is::<FileExists>() || matches!(cause.downcast_ref(), Some(TlsError::Exists { .. })) {
+            return (Exit::Exists, "file_exists".into());
         }
         let is_input = cause.is::<BadInput>()
             || cause.is::<DataError>()
@@ -82,7 +99,10 @@ fn of_client(error: &ClientError) -> (Exit, String) {
     }
     let code = error.code();
     let exit = match code {
-        FaultCode::BadRequest => Exit::Input,
+        FaultCode::BadRequest if !matches!(error, ClientError::Fault { .. }) => {
+            return (Exit::Input, "bad_input".into());
+        }
+        FaultCode::BadRequest => Exit::Refused,
         FaultCode::NotFound => Exit::NotFound,
         FaultCode::CollectionExists | FaultCode::IdExists => Exit::Exists,
         FaultCode::Forbidden => Exit::Refused,
@@ -150,6 +170,9 @@ mod tests {
         check(fault(FaultCode::RegionLost), Exit::Unavailable, "region_lost");
         check(fault(FaultCode::RegionFull), Exit::Full, "region_full");
         check(fault(FaultCode::Forbidden), Exit::Refused, "forbidden");
+        check(fault(FaultCode::BadRequest), Exit::Refused, "bad_request");
+        check(ClientError::BadRequest("the list is empty".into()), Exit::Input, "bad_input");
+        check(ClientError::GraphFile("a.graph: odd".into()), Exit::Input, "bad_input");
         check(fault(FaultCode::Corrupt), Exit::Failed, "corrupt");
         check(ClientError::NoComputeNode, Exit::Unavailable, "unavailable");
         let lost = Box::new(fault(FaultCode::MemoryNodeLost));
@@ -160,6 +183,9 @@ mod tests {
         check(ClusterError::AlreadyUp(".shine".into()), Exit::Exists, "already_up");
         check(BadInput("--k is 0".into()), Exit::Input, "bad_input");
         check(Unsound("c".into()), Exit::Failed, "unsound");
+        check(Silent(vec!["cn-0".into()]), Exit::Unavailable, "unavailable");
+        check(FileExists("a.graph".into()), Exit::Exists, "file_exists");
+        check(TlsError::Exists { path: "ca.pem".into() }, Exit::Exists, "file_exists");
         check(anyhow::anyhow!("odd"), Exit::Failed, "failed");
         let io = std::fs::read("/nonexistent").context("reading").unwrap_err();
         check(io, Exit::Failed, "failed");

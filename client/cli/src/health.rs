@@ -4,10 +4,10 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use shine_client::NodeReport;
-use shine_common::wire::{CheckReport, Fault, FaultCode, MemberState, NodeStatus, Role};
+use shine_common::wire::{CheckReport, MemberState, NodeStatus, Role};
 
 use crate::connect::{Connection, with_client};
-use crate::exit::Unsound;
+use crate::exit::{Silent, Unsound};
 use crate::out::{Out, Progress, Unit, facts, table};
 
 #[derive(Debug, Args)]
@@ -64,13 +64,9 @@ pub(crate) fn status(args: &StatusArgs, connection: &Connection, out: Out) -> Re
             nodes: status.nodes.into_iter().map(NodeOut::from).collect(),
         };
         out.print(&status, |status| human(status, args.counters))?;
-        let silent: Vec<&str> =
-            status.nodes.iter().filter(|node| node.error.is_some()).map(|node| node.name.as_str()).collect();
-        if silent.is_empty() {
-            return Ok(());
-        }
-        let fault = Fault::new(FaultCode::Unavailable, format!("no answer from {}", silent.join(", ")));
-        Err(shine_client::ClientError::Fault { node: "shine status".into(), fault }.into())
+        let is_silent = |node: &NodeOut| node.error.is_some();
+        let silent: Vec<_> = status.nodes.into_iter().filter(is_silent).map(|node| node.name).collect();
+        if silent.is_empty() { Ok(()) } else { Err(Silent(silent).into()) }
     })
 }
 

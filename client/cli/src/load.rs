@@ -10,7 +10,7 @@ use clap::Args;
 use serde::Serialize;
 use shine_client::LoadOptions;
 use shine_common::graph_file::{Check, GraphFile};
-use shine_common::wire::CollectionInfo;
+use shine_common::wire::{CollectionInfo, FaultCode};
 
 use crate::collection::details;
 use crate::connect::{Connection, with_client};
@@ -81,9 +81,37 @@ pub(crate) fn run(args: LoadArgs, connection: &Connection, out: Out) -> Result<(
         let outcome = loading.await;
         watch.abort();
         drop(bar);
-        let loaded = Loaded { info: outcome?, load_seconds: begun.elapsed().as_secs_f64() };
+        let info = match outcome {
+            Ok(info) => info,
+            Err(error) if error.code() == FaultCode::CollectionExists => {
+                let there = client.stats(&options.collection).await.ok();
+                return Err(anyhow::Error::new(error).context(what_is_there(&graph, there.as_ref())));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let loaded = Loaded { info, load_seconds: begun.elapsed().as_secs_f64() };
         out.print(&loaded, |loaded| {
             details(&loaded.info) + &format!("loaded in {:.1} s\n", loaded.load_seconds)
         })
     })
+}
+
+/// Why a load into a name that is taken was refused: what the file holds, and the collection.
+fn what_is_there(graph: &GraphFile, there: Option<&CollectionInfo>) -> String {
+    let file = graph.info();
+    let mut text = format!("{} is not loaded", graph.path().display());
+    let kinds = there.map(|there| {
+        let kind = |dim, dtype, metric, m| format!("{dim} x {dtype}, {metric}, m {m}");
+        (
+            kind(file.dim, file.dtype, file.metric, file.m),
+            kind(there.dimension, there.dtype, there.metric, there.m),
+        )
+    });
+    match kinds {
+        Some((ours, theirs)) if ours != theirs => {
+            text += &format!(" (the file is of {ours}, the collection of {theirs}; ");
+        }
+        _ => text += " (",
+    }
+    text + "--replace drops the collection first)"
 }

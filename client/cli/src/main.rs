@@ -8,6 +8,7 @@ mod collection;
 mod connect;
 mod data;
 mod exit;
+mod files;
 mod health;
 mod input;
 mod load;
@@ -86,7 +87,7 @@ fn main() -> ExitCode {
     let out = Out { json: cli.json };
     let at = &cli.connection;
     let outcome = match cli.command {
-        Command::Data(args) => data::run(args, cli.json),
+        Command::Data(args) => data::run(args, out),
         Command::Ca(args) => ca::run(args, out),
         Command::Up(args) => local::up(&args, at, out),
         Command::Down(local::DownArgs {}) => local::down(at, out),
@@ -124,4 +125,42 @@ fn usage(error: &clap::Error) -> ExitCode {
         let _ = error.print();
     }
     ExitCode::from(Exit::Input as u8)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// Examples in the help of `command` and of all below it.
+    fn examples(command: &clap::Command) -> Vec<String> {
+        let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let own = help.lines().filter_map(|line| line.strip_prefix("  shine ")).map(str::to_owned);
+        own.chain(command.get_subcommands().flat_map(examples)).collect()
+    }
+
+    /// Words of a command line; single quotes keep blanks together.
+    fn words(line: &str) -> Vec<String> {
+        let parts = line.split('\'').enumerate();
+        let words = parts.flat_map(|(at, part)| match at % 2 {
+            0 => part.split_whitespace().map(str::to_owned).collect(),
+            _ => vec![part.to_owned()],
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn every_example_is_a_command_line_that_is_taken() {
+        let examples = examples(&Cli::command());
+        assert!(examples.len() > 40, "only {} examples were found", examples.len());
+        for example in examples {
+            assert!(
+                "  shine ".len() + example.len() <= 100,
+                "help cuts lines of more than 100 columns: {example}"
+            );
+            let parsed = Cli::try_parse_from(["shine".to_owned()].into_iter().chain(words(&example)));
+            parsed.unwrap_or_else(|error| panic!("shine {example}\n{error}"));
+        }
+    }
 }

@@ -1,12 +1,16 @@
 //! What goes to stdout and the terminal: one JSON document or a table, and progress bars on long work.
 
 use std::io::{self, IsTerminal, Write};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+
+/// Work shorter than this shows no bar.
+const BAR_AFTER: Duration = Duration::from_millis(500);
 
 /// How answers are printed.
 #[derive(Debug, Clone, Copy)]
@@ -56,6 +60,11 @@ pub(crate) fn facts(pairs: &[(&str, String)]) -> String {
     pairs.iter().map(|(name, value)| format!("{name:<width$}  {value}\n")).collect()
 }
 
+/// A share for people.
+pub(crate) fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
 /// Bytes for people.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -75,16 +84,18 @@ pub(crate) enum Unit {
     Items(&'static str),
 }
 
-/// A bar on stderr, where that is a terminal; cleared when dropped.
-pub(crate) struct Progress(ProgressBar);
+/// A bar on stderr, where that is a terminal and once the work turns out to be long; cleared when dropped.
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    begun: Instant,
+    /// Whether the bar is shown, or never will be.
+    is_settled: AtomicBool,
+}
 
 impl Progress {
     pub(crate) fn new(what: &'static str, total: u64, unit: Unit) -> Self {
-        let bar = if io::stderr().is_terminal() {
-            ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr())
-        } else {
-            ProgressBar::hidden()
-        };
+        let bar = ProgressBar::hidden();
+        bar.set_length(total);
         let counts = match unit {
             Unit::Bytes => "{bytes} of {total_bytes}, {bytes_per_sec}".to_owned(),
             Unit::Items(name) => format!("{{human_pos}} of {{human_len}} {name}"),
@@ -92,23 +103,32 @@ impl Progress {
         let template = format!("{{msg}} {{bar:32}} {{percent}} %  {counts}, {{eta}} left");
         bar.set_style(ProgressStyle::with_template(&template).expect("a constant template"));
         bar.set_message(what);
-        bar.enable_steady_tick(Duration::from_millis(200));
-        Self(bar)
+        Self { bar, begun: Instant::now(), is_settled: AtomicBool::new(!io::stderr().is_terminal()) }
     }
 
     pub(crate) fn set(&self, done: u64, total: u64) {
-        self.0.set_length(total);
-        self.0.set_position(done);
+        self.show_if_long();
+        self.bar.set_length(total);
+        self.bar.set_position(done);
     }
 
     pub(crate) fn inc(&self, by: u64) {
-        self.0.inc(by);
+        self.show_if_long();
+        self.bar.inc(by);
+    }
+
+    fn show_if_long(&self) {
+        let is_due = !self.is_settled.load(Ordering::Relaxed) && self.begun.elapsed() > BAR_AFTER;
+        if is_due && !self.is_settled.swap(true, Ordering::Relaxed) {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+            self.bar.enable_steady_tick(Duration::from_millis(200));
+        }
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }
 

@@ -32,8 +32,8 @@ impl From<Id> for serde_json::Value {
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).args(["vector", "file"]), after_help = "Examples:
-  shine insert -c words --id 7 --vector 3,-12,0,44
-  shine insert -c docs --id 67e55044-10b1-426f-9247-bb680e5fe0c8 --vector '[0.25, -1.5, 0]'
+  shine insert -c points --id 7 --vector 3,-12,0,44
+  shine insert -c points --id 67e55044-10b1-426f-9247-bb680e5fe0c8 --vector '[0.25, -1.5, 0, 1]'
   shine insert -c words --file new.i8bin --ids-from 50000
   shine insert -c words --file new.i8bin --ids-from 50000 --skip-existing
 
@@ -184,7 +184,7 @@ fn is_taken(error: &ClientError) -> bool {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   shine get -c words 7
-  shine get -c docs 67e55044-10b1-426f-9247-bb680e5fe0c8 --json")]
+  shine get -c points 67e55044-10b1-426f-9247-bb680e5fe0c8 --json")]
 pub(crate) struct GetArgs {
     /// The id: a number or a UUID
     id: ExternalId,

@@ -16,7 +16,7 @@ use shine_common::wire::{CollectionInfo, FaultCode, Receipt, Target};
 use shine_sim::recall::{hits_by_distance, hits_by_id};
 use shine_sim::workload::closed_loop;
 
-use crate::connect::{Connection, with_client};
+use crate::connect::{Connection, with_batch_client, with_client};
 use crate::exit::bad_input;
 use crate::input::{self, Shape};
 use crate::out::{Out, Progress, Unit, bytes, table};
@@ -25,7 +25,7 @@ use crate::records::{Id, vector_text};
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).args(["vector", "id", "file"]), after_help = "Examples:
   shine search -c words --id 7 --k 5
-  shine search -c words --vector 3,-12,0,44 --k 10 --ef 200
+  shine search -c points --vector 3,-12,0,44 --k 10 --ef 200
   shine search -c words --file query.i8bin --rows 100 --json
 
 A larger --ef finds more of the true neighbours and takes longer. A stored id is its own first answer.")]
@@ -95,14 +95,16 @@ impl AnswerOut {
 
 /// Searches.
 pub(crate) fn search(args: &SearchArgs, connection: &Connection, out: Out) -> Result<()> {
+    let options = SearchOptions { k: args.k, ef: args.ef, with_vectors: args.with_vectors, deadline: None };
+    if let Some(path) = &args.file {
+        return with_batch_client(connection, async |client| {
+            let info = client.stats(&args.collection).await?;
+            search_file(client, args, path, &info, &options, out).await
+        });
+    }
     with_client(connection, async |client| {
         let info = client.stats(&args.collection).await?;
         let shape = Shape::of(&info);
-        let options =
-            SearchOptions { k: args.k, ef: args.ef, with_vectors: args.with_vectors, deadline: None };
-        if let Some(path) = &args.file {
-            return search_file(client, args, path, &info, &options, out).await;
-        }
         let target = match (&args.vector, args.id) {
             (Some(text), _) => Target::Vector(shape.parse("--vector", text)?),
             (None, Some(id)) => Target::Id(id),
@@ -251,7 +253,7 @@ struct Exam {
 
 /// Measures recall.
 pub(crate) fn recall(args: &RecallArgs, connection: &Connection, out: Out) -> Result<()> {
-    with_client(connection, async |client| {
+    with_batch_client(connection, async |client| {
         let info = client.stats(&args.collection).await?;
         let exam = Arc::new(exam(client, args, &info).await?);
         let count = exam.queries.len();

@@ -1,63 +1,13 @@
 //! The binary `shine` as scripts see it: output, errors and exit codes, as far as no cluster is needed.
 
+mod shine;
+
 use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
 
 use serde_json::Value;
-
-fn shine(dir: &Path, args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_shine"));
-    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("SHINE_")) {
-        command.env_remove(name);
-    }
-    command.current_dir(dir).args(args).output().expect("the program can be started")
-}
-
-#[derive(Debug)]
-struct Ran {
-    code: i32,
-    stdout: String,
-    stderr: String,
-}
-
-fn run(dir: &Path, args: &[&str]) -> Ran {
-    let output = shine(dir, args);
-    Ran {
-        code: output.status.code().expect("an exit code, no signal"),
-        stdout: String::from_utf8(output.stdout).expect("UTF-8"),
-        stderr: String::from_utf8(output.stderr).expect("UTF-8"),
-    }
-}
-
-fn folder() -> tempfile::TempDir {
-    tempfile::tempdir().expect("a temporary folder")
-}
-
-/// Runs with and without `--json`: the code must be the same, the message whole in both, and stdout empty.
-#[track_caller]
-fn refused(dir: &Path, args: &[&str], code: i32, name: &str, parts: &[&str]) {
-    let plain = run(dir, args);
-    assert_eq!(plain.code, code, "{plain:?}");
-    assert_eq!(plain.stdout, "", "{plain:?}");
-    let json = run(dir, &[args, &["--json"]].concat());
-    assert_eq!(json.code, code, "{json:?}");
-    assert_eq!(json.stdout, "", "{json:?}");
-    let error: Value = serde_json::from_str(&json.stderr).unwrap_or_else(|e| panic!("{e}: {json:?}"));
-    assert_eq!(error["error"]["code"], name, "{json:?}");
-    let message = error["error"]["message"].as_str().expect("a message");
-    for part in parts {
-        assert!(plain.stderr.contains(part), "'{part}' in {plain:?}");
-        assert!(message.contains(part), "'{part}' in {json:?}");
-    }
-}
-
-#[track_caller]
-fn json(ran: &Ran) -> Value {
-    assert_eq!(ran.code, 0, "{ran:?}");
-    serde_json::from_str(&ran.stdout).unwrap_or_else(|e| panic!("{e}: {ran:?}"))
-}
+use shine::{folder, json, refused, run};
 
 /// Names under "Commands:" of a help text.
 fn commands(help: &str) -> Vec<String> {
@@ -166,7 +116,7 @@ fn certificates_are_made_and_checked() {
     assert_eq!(made["files"], serde_json::json!(["ca.pem", "ca.key"]));
     let mode = at("ca/ca.key").metadata().unwrap().permissions().mode();
     assert_eq!(mode & 0o077, 0, "the key is for its owner alone");
-    refused(dir.path(), &["ca", "init", "--out", "ca"], 2, "bad_input", &["ca.pem exists already"]);
+    refused(dir.path(), &["ca", "init", "--out", "ca"], 5, "file_exists", &["ca.pem exists already"]);
 
     let issue = ["ca", "issue", "--ca", "ca", "--role", "client", "--name", "alice", "--out", "alice"];
     let issued = run(dir.path(), &issue);
@@ -175,6 +125,10 @@ fn certificates_are_made_and_checked() {
     for file in ["ca.pem", "node.pem", "node.key"] {
         assert!(at("alice").join(file).is_file(), "{file}");
     }
+    refused(dir.path(), &issue, 5, "file_exists", &["node.pem exists already", "--force"]);
+    let key = std::fs::read(at("alice/node.key")).unwrap();
+    assert_eq!(run(dir.path(), &[&issue[..], &["--force"]].concat()).code, 0);
+    assert_ne!(std::fs::read(at("alice/node.key")).unwrap(), key, "it was renewed");
     let bad_name = ["ca", "issue", "--ca", "ca", "--role", "cn", "--name", "A b", "--out", "x"];
     refused(dir.path(), &bad_name, 2, "bad_input", &["'A b'"]);
     let no_ca = ["ca", "issue", "--ca", "nowhere", "--role", "cn", "--name", "a", "--out", "x"];
@@ -229,7 +183,9 @@ fn build_writes_a_graph_file_and_says_what_is_in_it() {
     }
     let first = std::fs::read(dir.path().join("g.graph")).unwrap();
     assert_eq!(built["file_bytes"], first.len());
-    let plain = run(dir.path(), &[&build[..], &["--rows", "100"]].concat());
+    refused(dir.path(), &build, 5, "file_exists", &["g.graph exists already", "--force"]);
+    assert_eq!(std::fs::read(dir.path().join("g.graph")).unwrap(), first);
+    let plain = run(dir.path(), &[&build[..], &["--rows", "100", "--force"]].concat());
     assert_eq!((plain.code, plain.stderr.as_str()), (0, ""), "{plain:?}");
     assert!(plain.stdout.contains("100 of 8 x f32, l2"), "{plain:?}");
     let peer = ["build", "base.fbin", "--metric", "ip", "--builder", "hnsw_rs", "--out", "p.graph", "--json"];

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use half::f16;
 use memmap2::Mmap;
+use sha2::{Digest, Sha256};
 
 use super::DataError;
 use super::format::{Bad, Format, Shape, parse_vectors};
@@ -159,6 +160,14 @@ impl Vectors {
             let at = self.shape.offset;
             &self.storage.bytes()[at..at + self.shape.rows * self.shape.stride]
         })
+    }
+
+    /// sha256 of all vectors in order, without headers and prefixes: the same in every format. A graph file says by it
+    /// what it was built from.
+    pub fn rows_hash(&self) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        self.iter().for_each(|row| hash.update(row));
+        hash.finalize().into()
     }
 
     /// The first `rows` vectors.
@@ -487,6 +496,7 @@ mod tests {
             let vectors = Vectors::open(&path).unwrap();
             assert_eq!((vectors.dtype(), vectors.rows(), vectors.dim()), (dtype, 3, 5), "{name}");
             assert!(vectors.iter().eq(data.chunks(row_bytes)), "{name}");
+            assert_eq!(vectors.rows_hash(), <[u8; 32]>::from(Sha256::digest(&data)), "{name}");
         }
     }
 }
