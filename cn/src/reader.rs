@@ -21,7 +21,7 @@ use crate::hnsw::visited::SparseVisited;
 /// hundred writes in a row is a list that nobody finishes.
 pub const TORN_RETRY_MAX: u32 = 100;
 /// Readings that follow each other without a pause.
-const TORN_RETRY_AT_ONCE: u32 = 4;
+pub(crate) const TORN_RETRY_AT_ONCE: u32 = 4;
 
 /// Buffers of one query or insert.
 #[derive(Debug)]

@@ -235,7 +235,7 @@ impl<'a> Builder<'a> {
         let ef = graph.params.ef_construction as usize;
         search.reset(entry, graph.uppers[entry.node.0 as usize], ef, graph.levels[row as usize]);
         let query = self.vectors.row(row as usize);
-        drive(&self.view(), self.distance, search, query, |level, results| {
+        let Ok(()) = drive(&mut self.view(), self.distance, search, query, |level, results| {
             // Another thread may have linked this row on the level above already, and with it led this search here.
             found.clear();
             found.extend(

@@ -10,6 +10,7 @@
 //! Invariant: every entry of a list is a row of the graph whose vector is there, at any moment: a reader that meets a
 //! list half rewritten sees a mixture of old and new neighbours, both good.
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -280,19 +281,27 @@ impl View<'_> {
 }
 
 impl Source for View<'_> {
+    type Error = Infallible;
+
     #[inline]
     fn vector(&self, node: NodeId) -> &[u8] {
         self.vectors.row(node.0 as usize)
     }
 
     #[inline]
-    fn feed_list<V: Visited>(&self, search: &mut Search<V>, at: usize, want: ListRef) {
+    fn feed_list<V: Visited>(
+        &mut self,
+        search: &mut Search<V>,
+        at: usize,
+        want: ListRef,
+    ) -> Result<(), Infallible> {
         let list = self.graph.list(want.node.0, want.level).iter();
         if want.level == 0 {
             search.feed_list(at, list.map(|node| (NodeId(node), 0)));
         } else {
             search.feed_list(at, list.map(|node| (NodeId(node), self.graph.uppers[node as usize])));
         }
+        Ok(())
     }
 
     #[inline]

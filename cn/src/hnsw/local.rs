@@ -3,6 +3,8 @@
 //! Invariant: the driver looks ahead, it never reorders: vectors are prefetched inside a batch and the likely next list
 //! during it, while distances are fed in list order.
 
+use std::convert::Infallible;
+
 use shine_common::graph_file::{GraphFile, GraphFileError};
 use shine_common::ids::NodeId;
 use shine_common::metric::{Distance, SimdLevel};
@@ -16,29 +18,36 @@ const LOOK_AHEAD: usize = 4;
 
 /// Where a synchronous driver reads from: a graph and vectors at hand.
 pub(super) trait Source {
+    /// Why a list cannot be fed.
+    type Error;
     /// The vector of a node that the visited set admits.
     fn vector(&self, node: NodeId) -> &[u8];
     /// Feeds the `at`-th wanted list; an empty one for a list that does not exist.
-    fn feed_list<V: Visited>(&self, search: &mut Search<V>, at: usize, want: ListRef);
+    fn feed_list<V: Visited>(
+        &mut self,
+        search: &mut Search<V>,
+        at: usize,
+        want: ListRef,
+    ) -> Result<(), Self::Error>;
     /// Says that a list will probably be wanted.
     fn prefetch_list(&self, want: ListRef);
 }
 
 /// Runs a search that was [reset](Search::reset) to its end. `level_done` sees the results of each dense level.
 #[inline]
-pub(super) fn drive<V: Visited>(
-    source: &impl Source,
+pub(super) fn drive<V: Visited, S: Source>(
+    source: &mut S,
     distance: &Distance,
     search: &mut Search<V>,
     query: &[u8],
     mut level_done: impl FnMut(u8, &[Candidate]),
-) {
+) -> Result<(), S::Error> {
     loop {
         match search.step() {
             Step::Lists => {
                 for at in 0..search.wanted_lists().len() {
                     let want = search.wanted_lists()[at];
-                    source.feed_list(search, at, want);
+                    source.feed_list(search, at, want)?;
                 }
             }
             Step::Vectors => {
@@ -56,7 +65,7 @@ pub(super) fn drive<V: Visited>(
                 });
             }
             Step::LevelDone(level) => level_done(level, search.results()),
-            Step::Done => return,
+            Step::Done => return Ok(()),
         }
     }
 }
@@ -95,24 +104,32 @@ impl LocalIndex {
     }
 }
 
-impl Source for LocalIndex {
+impl Source for &LocalIndex {
+    type Error = Infallible;
+
     #[inline]
     fn vector(&self, node: NodeId) -> &[u8] {
         self.file.vector(node)
     }
 
     #[inline]
-    fn feed_list<V: Visited>(&self, search: &mut Search<V>, at: usize, want: ListRef) {
+    fn feed_list<V: Visited>(
+        &mut self,
+        search: &mut Search<V>,
+        at: usize,
+        want: ListRef,
+    ) -> Result<(), Infallible> {
         if want.level == 0 {
             let links = self.file.links(want.node);
             search.feed_list(at, links.iter().map(|node| (NodeId(node.get()), 0)));
-            return;
+            return Ok(());
         }
         // A file that lies about upper indices (its checksums do not tell) yields a list of other nodes, or none.
         let slot = u64::from(want.upper) + u64::from(want.level) - 1;
         let links =
             if slot < self.file.info().upper_slots.into() { self.file.upper_links(slot as u32) } else { &[] };
         search.feed_list(at, links.iter().map(|link| (NodeId(link.node.get()), link.upper.get())));
+        Ok(())
     }
 
     #[inline]
@@ -138,7 +155,8 @@ impl LocalSearcher<'_> {
     pub fn search(&mut self, query: &[u8], ef: usize) -> &[Candidate] {
         let entry = self.index.file.info().entry;
         self.search.reset(entry, self.index.entry_upper, ef, 0);
-        drive(self.index, &self.index.distance, &mut self.search, query, |_, _| {});
+        let mut index = self.index;
+        let Ok(()) = drive(&mut index, &self.index.distance, &mut self.search, query, |_, _| {});
         self.search.results()
     }
 

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! search, select, visited (pure) ◀─ local (a graph in this process) ◀─ build, hnsw_rs_builder ─▶ graph ─▶ graph file
-//!            ▲
+//!            ▲                              ▲
+//!            │                              └─ region (remote memory that lies in this process)
 //!            └─ insert, and the reader of remote memory
 //! ```
 //!
@@ -16,6 +17,7 @@ pub mod hnsw_rs_builder;
 pub mod insert;
 pub mod local;
 mod prefetch;
+pub mod region;
 mod repair;
 pub mod search;
 pub mod select;

@@ -54,9 +54,11 @@ impl Finder<'_> {
     /// point if the search meets none.
     fn find(&mut self, row: u32, joined: &[bool], with_room: impl Fn(u32) -> bool) -> u32 {
         let Self { view, ef, search } = self;
+        let (mut source, distance) = (**view, view.distance);
         let graph = view.graph;
         search.reset(graph.entry, graph.uppers[graph.entry.node.0 as usize], *ef, 0);
-        drive(*view, view.distance, search, view.vectors.row(row as usize), |_, _| {});
+        let query = view.vectors.row(row as usize);
+        let Ok(()) = drive(&mut source, distance, search, query, |_, _| {});
         let near = || search.results().iter().map(|c| c.node().0).filter(|node| joined[*node as usize]);
         near().find(|node| with_room(*node)).or_else(|| near().next()).unwrap_or(graph.entry.node.0)
     }

@@ -6,8 +6,9 @@
 //!        └────────┴────────┴─ ─ ─┴────────┘
 //! ```
 //!
-//! Invariant: no `&[u8]` over a region ever exists. Every access is an atomic load or store of a whole word, so
-//! concurrent access is defined, words are never torn, and everything longer may be.
+//! Invariant: no `&[u8]` over bytes that may change ever exists. Every access is an atomic load or store of a whole
+//! word, so concurrent access is defined, words are never torn, and everything longer may be. The one exception is
+//! [`RegionMemory::lend`], whose caller answers for the bytes being final.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -138,6 +139,31 @@ impl RegionMemory {
         unsafe { out.set_len(out.len() + len) };
     }
 
+    /// Copies `out.len()` words from `offset` on, word by word, each as its little-endian bytes.
+    #[inline]
+    pub fn copy_words(&self, offset: u64, out: &mut [[u8; 8]]) {
+        let words = self.words(offset, 8 * out.len());
+        for (bytes, word) in out.iter_mut().zip(words) {
+            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+        }
+    }
+
+    /// The `len` bytes at `offset` where they lie.
+    ///
+    /// # Safety
+    /// Nobody writes to these bytes as long as the slice is used, also not by a verb. Who reads them was told of them
+    /// through a word that was stored after they were.
+    ///
+    /// # Panics
+    /// If they are not inside.
+    #[inline]
+    pub unsafe fn lend(&self, offset: u64, len: usize) -> &[u8] {
+        assert!(self.contains(offset, len as u64), "lent bytes lie inside the region");
+        // SAFETY: the range lies inside the mapping, which lives as long as `self` and is readable; that nobody writes
+        // there is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset as usize), len) }
+    }
+
     /// Stores `data` (its length a multiple of 8) at `offset`, word by word, in address order.
     #[inline]
     pub fn write(&self, offset: u64, data: &[u8]) {
@@ -256,7 +282,12 @@ mod tests {
                 memory.write(offset, &data);
                 for len in [0, 1, 7, 8, 9, 100, 4095, 4096] {
                     assert_eq!(read(&memory, offset, len), data[..len], "{huge:?}, {len} bytes");
+                    // SAFETY: nobody else has the region, and nothing is written before the next turn.
+                    assert_eq!(unsafe { memory.lend(offset, len) }, &data[..len]);
                 }
+                let mut words = [[0; 8]; 512];
+                memory.copy_words(offset, &mut words);
+                assert_eq!(words.as_flattened(), data);
             }
             memory.zero();
             assert_eq!(read(&memory, 0, 3 << 20), vec![0; 3 << 20]);
@@ -286,6 +317,13 @@ mod tests {
         for (offset, len) in [(4096, 8), (4, 8), (4088, 16), (u64::MAX - 7, 8)] {
             let outside =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| read(&memory, offset, len)));
+            assert!(outside.is_err(), "{len} bytes at {offset}");
+        }
+        for (offset, len) in [(4096, 1), (4088, 9), (u64::MAX, 2)] {
+            // SAFETY: nobody else has the region, and nothing is written.
+            let outside = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| unsafe {
+                memory.lend(offset, len).len()
+            }));
             assert!(outside.is_err(), "{len} bytes at {offset}");
         }
     }

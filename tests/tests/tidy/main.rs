@@ -67,8 +67,9 @@ const IMPORTS: &[(&str, &[&str])] = &[
 
 /// Where `unsafe` may stand: remote memory, memory maps, prefetch, SIMD, and what a child does before it is a program.
 const UNSAFE: &[&str] = &[
-    "cn/examples/builders.rs",
+    "cn/benches/",
     "cn/src/hnsw/prefetch.rs",
+    "cn/src/hnsw/region.rs",
     "common/benches/",
     "common/src/dataset/",
     "common/src/graph_file.rs",
