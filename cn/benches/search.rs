@@ -49,7 +49,7 @@ fn searches(criterion: &mut Criterion<ThreadTime>) {
         group.throughput(Throughput::Elements(1)).sample_size(20);
         group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
         for ef in [40, 120, 400] {
-            let mut next = queries.iter().cycle();
+            let mut next = (0..queries.rows()).cycle().map(|row| queries.row(row));
             let mut searcher = region.searcher();
             let mut found = Vec::new();
             group.bench_function(BenchmarkId::new("region", ef), |bencher| {
