@@ -333,6 +333,10 @@ impl Source for Reading<'_> {
 
 /// Between two readings of a torn list: a write takes less than a microsecond, unless its thread was stopped.
 #[cold]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a synchronous reader, off the runtime: the writer's thread was stopped and needs the processor"
+)]
 fn pause(attempt: u32) {
     if attempt > TORN_RETRY_AT_ONCE {
         thread::sleep(Duration::from_micros(50 * u64::from(attempt)));
