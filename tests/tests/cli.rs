@@ -439,10 +439,7 @@ fn what_does_not_fit_is_told_apart_from_what_the_cluster_refuses() {
         desk.refused(&["insert", "-c", "words", "--id", "9000", "--vector", vector], 2, "bad_input", &named);
     };
     given("1,2", &["2 elements where the collection has 100"]);
-    given(
-        &typed(&base, 0).replacen(',', ",300,", 1).rsplit_once(',').expect("many").0.to_owned(),
-        &["element 1 is 300"],
-    );
+    given(typed(&base, 0).replacen(',', ",300,", 1).rsplit_once(',').expect("many").0, &["element 1 is 300"]);
     given(&format!("0.5{}", ",1".repeat(99)), &["element 0 is 0.5", "whole number"]);
     for vector in ["1,x", "1,,2", "[1,2", ""] {
         desk.refused(&["search", "-c", "words", "--vector", vector], 2, "bad_input", &["--vector: "]);
