@@ -14,10 +14,10 @@ import platform
 import subprocess
 import tempfile
 import time
+from importlib.metadata import version
 
 import hnswlib
 import numpy as np
-import usearch
 from usearch.index import Index
 
 K, M, EF_CONSTRUCTION, THREADS = 10, 16, 200, 2
@@ -188,7 +188,7 @@ def ratio_lines(pairs, times, rng, lines, results, kind):
         )
 
 
-def host():
+def host(dim):
     """What the figures were taken on."""
     cpu = next(
         (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
@@ -199,14 +199,16 @@ def host():
     if library.suffix != ".so":
         library = next(library.parent.glob("*.so"))
     code = library.read_bytes()
-    flags = [flag for flag in ("AVX512", "AVX") if f"SIMD16Ext{flag}".encode() in code] or ["SSE only"]
+    # PyPI has its source alone, which pip builds with -march=native unless HNSWLIB_NO_NATIVE is set.
+    widest = next((name for name in ("AVX512", "AVX") if f"SIMD16Ext{name}".encode() in code), "SSE")
+    kernel = widest if dim % 16 == 0 or dim % 4 else "SSE"
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
         "commit": git.stdout.strip(),
-        "hnswlib": f"{hnswlib.__version__ if hasattr(hnswlib, '__version__') else '0.8.0'}, built here from source, {flags[0]}",
-        "usearch": usearch.__version__,
+        "hnswlib": f"{version('hnswlib')}, built here from source with {widest}; its L2 for {dim} elements uses {kernel}",
+        "usearch": version("usearch"),
     }
 
 
@@ -231,10 +233,10 @@ def main():
     if not args.base.exists():
         raise SystemExit(f"bench: no {args.base}: scripts/data.sh makes it (SHINE_DATA says where)")
 
-    about = host()
+    base, queries = read_bytes(args.base, rows), read_bytes(args.queries, count)
+    about = host(base.shape[1])
     rust = Rust(args.base, rows, args.queries, count)
     about["shine_simd"] = rust.simd
-    base, queries = read_bytes(args.base, rows), read_bytes(args.queries, count)
     print(f"bench: {rows} x {base.shape[1]} of {args.base.name}, {count} queries, m {M}, ef_construction "
           f"{EF_CONSTRUCTION}, {THREADS} threads to build", flush=True)
     for key, value in about.items():

@@ -3,7 +3,7 @@
 # the test runner: `scripts/test.sh -p shine-common metric`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh curl
 export PATH="${CARGO_HOME:-$HOME/.cargo}/bin:$PATH"
 
 # Everything at once, with one set of features: cluster tests find the binaries, and nothing is compiled twice.

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rand::RngExt as _;
 use shine_common::ids::{NodeId, RegionId, RemotePtr, SessionId};
-use shine_common::layout::{HEADER_BYTES, ListError, ListView, NodeMeta, NodeState, header, id_from_words};
+use shine_common::layout::{
+    HEADER_BYTES, ListError, ListView, NodeMeta, NodeState, header, id_from_words, predecessor_from_word,
+};
 use shine_common::verbs::Verbs;
 use shine_common::wire::{CheckReport, Fault, FaultCode};
 
@@ -125,6 +127,7 @@ impl<V: Verbs> Check<'_, V> {
 
     async fn chunk_headers(&mut self, first: u32, region: RegionId, bytes: &[u8]) -> Result<(), Fault> {
         let mut live = Vec::new();
+        let mut heirs = Vec::new();
         for (i, bytes) in bytes.chunks_exact(HEADER_BYTES as usize).enumerate() {
             let node = NodeId(first + i as u32);
             let meta_word = word(bytes, header::META);
@@ -143,6 +146,11 @@ impl<V: Verbs> Check<'_, V> {
                     let words = [word(bytes, header::ID_LOW), word(bytes, header::ID_HIGH)];
                     live.push((node, id_from_words(meta.is_uuid, words)));
                 }
+                // Whether it is live, its predecessor says; a record that has one is finished by the next claim of its id.
+                NodeState::Heir => heirs.push(node),
+                NodeState::Linking if predecessor_from_word(word(bytes, header::INSERTER)).is_some() => {
+                    self.report.linking += 1;
+                }
                 NodeState::Linking => {
                     let session = SessionId((word(bytes, header::INSERTER) >> 32) as u32);
                     let is_alive = match self.sessions.get(&(region, session)) {
@@ -159,6 +167,15 @@ impl<V: Verbs> Check<'_, V> {
                 }
             }
         }
+        let heads: Vec<_> = heirs.iter().copied().zip(self.reader.headers(&heirs).await?).collect();
+        for ((node, head), is_live) in heads.iter().zip(self.reader.are_live(&heads).await?) {
+            if is_live {
+                self.report.live += 1;
+                live.push((*node, head.id));
+            } else {
+                self.report.linking += 1;
+            }
+        }
         for batch in live.chunks(BATCH) {
             self.new_batch();
             let ids: Vec<_> = batch.iter().map(|(_, id)| *id).collect();
@@ -166,16 +183,27 @@ impl<V: Verbs> Check<'_, V> {
             for ((node, id), named) in batch.iter().zip(named) {
                 let others: Vec<_> = named.iter().copied().filter(|other| other != node).collect();
                 let mut twin = None;
+                let mut is_named = named.contains(node);
                 for (other, header) in others.iter().zip(self.reader.headers(&others).await?) {
+                    // Named instead of it by a replacement that has not come to its end.
+                    is_named |= header.id == *id && header.predecessor() == Some(*node);
                     if header.id == *id && header.meta.state == NodeState::Live {
                         twin = Some(*other);
                     }
+                }
+                if twin.is_none() && is_named {
+                    continue;
+                }
+                // It may have been replaced since the first look.
+                let head = (*node, self.reader.headers(&[*node]).await?[0]);
+                if !self.reader.are_live(&[head]).await?[0] {
+                    continue;
                 }
                 if let Some(other) = twin {
                     self.report.ids_duplicate += 1;
                     self.find(|| format!("id {id} is that of {node} and of {other}, both live"));
                 }
-                if !named.contains(node) {
+                if !is_named {
                     self.report.ids_missing += 1;
                     self.find(|| format!("id {id} of live {node} is not in the id table"));
                 }

@@ -19,7 +19,7 @@ use shine_common::layout::{
     COLLECTION_MAGIC, CollectionParams, EntryPoint, LAYOUT_VERSION, NodeMeta, NodeState, REGION_MAGIC,
     UPPER_SLOTS, collection as at_home, header, region as in_region,
 };
-use shine_common::metric::{DType, Distance, Metric, SimdLevel};
+use shine_common::metric::{DType, Distance, SimdLevel, validate};
 use shine_common::verbs::Verbs;
 use shine_common::wire::{
     Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, OracleRequest, OracleResponse,
@@ -858,7 +858,7 @@ impl<V: Verbs> Collection<V> {
     /// Whether `vector` may be stored or searched for.
     ///
     /// # Errors
-    /// [`FaultCode::BadRequest`] on a wrong length, a NaN or infinity, or a zero vector under the cosine.
+    /// [`FaultCode::BadRequest`] on a wrong length, and on what [`validate`] refuses.
     pub fn check_vector(&self, vector: &[u8]) -> Result<(), Fault> {
         let bad = |what: String| Err(Fault::new(FaultCode::BadRequest, what));
         let (dtype, dim) = (self.params.dtype, self.params.dim);
@@ -870,14 +870,7 @@ impl<V: Verbs> Collection<V> {
                 self.distance.vector_bytes()
             ));
         }
-        if let Some(at) = first_not_finite(dtype, vector) {
-            return bad(format!("element {at} of the vector is not a finite number"));
-        }
-        // One minus the cosine is 1 against everything for a zero vector: it has no direction.
-        if self.params.metric == Metric::Cosine && is_zero(dtype, vector) {
-            return bad("a zero vector has no direction: under the cosine it is near to nothing".into());
-        }
-        Ok(())
+        validate(self.params.metric, dtype, vector).or_else(|why| bad(format!("vector: {why}")))
     }
 
     // -------------------------------------------------------------------------------------------- scratch
@@ -901,17 +894,6 @@ pub(crate) fn first_not_finite(dtype: DType, vector: &[u8]) -> Option<usize> {
             .iter()
             .position(|element| !half::f16::from_le_bytes(*element).is_finite()),
         DType::U8 | DType::I8 => None,
-    }
-}
-
-/// Whether every element is zero, of either sign.
-fn is_zero(dtype: DType, vector: &[u8]) -> bool {
-    match dtype {
-        DType::F32 => vector.as_chunks::<4>().0.iter().all(|element| f32::from_le_bytes(*element) == 0.0),
-        DType::F16 => {
-            vector.as_chunks::<2>().0.iter().all(|element| u16::from_le_bytes(*element) & 0x7fff == 0)
-        }
-        DType::U8 | DType::I8 => vector.iter().all(|element| *element == 0),
     }
 }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use shine_common::config::{ConfigError, LISTEN_DEFAULT, Problems, merge, parse_addresses};
 use shine_common::metric::SimdLevel;
 
+use crate::http::{HttpConfig, Patience};
 use crate::node::Limits;
 
 /// Most threads.
@@ -64,6 +65,18 @@ pub struct Options {
     /// Longest time in milliseconds for which another node's change may go unseen [default: 1000]
     #[arg(long, value_name = "MS")]
     pub staleness_ms: Option<u64>,
+    /// Address of the HTTP API, or off; outside of loopback it takes the three options that follow [default: 127.0.0.1:0]
+    #[arg(long, value_name = "IP:PORT")]
+    pub http: Option<String>,
+    /// Certificate chain of the HTTP API, PEM
+    #[arg(long, value_name = "FILE")]
+    pub http_cert: Option<PathBuf>,
+    /// Private key of that certificate, PEM
+    #[arg(long, value_name = "FILE")]
+    pub http_key: Option<PathBuf>,
+    /// File with the key that HTTP requests must carry in the header api-key
+    #[arg(long, value_name = "FILE")]
+    pub http_api_key_file: Option<PathBuf>,
     /// Bound on what the process sends and receives, in Mbit/s, for experiments; 0 is none [default: 0]
     #[arg(long, value_name = "N")]
     pub link_mbit: Option<u64>,
@@ -75,6 +88,10 @@ pub struct Options {
     #[serde(skip)]
     pub config: Option<PathBuf>,
 }
+
+#[derive(Debug, thiserror::Error)]
+#[error("'{0}' is not an address: expected ip:port, or off")]
+struct HttpAddress(String);
 
 /// Options that were checked.
 #[derive(Clone, Debug)]
@@ -97,6 +114,8 @@ pub struct Config {
     pub limits: Limits,
     /// Longest time for which another node's change may go unseen.
     pub staleness_bound: Duration,
+    /// The HTTP API, unless it is off.
+    pub http: Option<HttpConfig>,
     /// Bound of the link, 0 for none.
     pub link_mbit: u64,
     /// Log filter.
@@ -168,6 +187,28 @@ impl Options {
         let deadline =
             time("deadline-ms", self.deadline_ms, defaults.deadline.as_millis() as u64, DEADLINE_MS);
         let staleness_bound = time("staleness-ms", self.staleness_ms, 1_000, STALENESS_MS);
+        let http = match self.http.as_deref().unwrap_or(LISTEN_DEFAULT) {
+            "off" => None,
+            text => problems.take("http", text.parse::<SocketAddr>().map_err(|_| HttpAddress(text.into()))),
+        };
+        let http = http.map(|listen| {
+            let tls = match (self.http_cert, self.http_key) {
+                (Some(cert), Some(key)) => Some((cert, key)),
+                (None, None) => None,
+                _ => {
+                    problems.check(false, || "--http-cert and --http-key: expected both or none".into());
+                    None
+                }
+            };
+            let api_key_file = self.http_api_key_file;
+            problems.check(listen.ip().is_loopback() || tls.is_some() && api_key_file.is_some(), || {
+                format!(
+                    "--http {listen}: outside of loopback the HTTP API takes a certificate and a key: say --http-cert \
+                     FILE, --http-key FILE and --http-api-key-file FILE, or listen on 127.0.0.1"
+                )
+            });
+            HttpConfig { listen, tls, api_key_file, patience: Patience::default() }
+        });
         problems.into_result()?;
         Ok(Config {
             name: self.name,
@@ -179,6 +220,7 @@ impl Options {
             simd,
             limits: Limits { searches_max, inserts_max, deadline, ..defaults },
             staleness_bound,
+            http,
             link_mbit: self.link_mbit.unwrap_or(0),
             log: self.log.unwrap_or_else(|| "info".into()),
         })
@@ -203,6 +245,32 @@ mod tests {
         let scalar =
             parse(&["--cert-dir", "c", "--oracles", "127.0.0.1:7000", "--simd", "scalar"]).load().unwrap();
         assert_eq!(scalar.simd, SimdLevel::Scalar);
+    }
+
+    #[test]
+    fn http_is_plain_on_loopback_only() {
+        let load = |args: &[&str]| {
+            let needed = ["--cert-dir", "c", "--oracles", "127.0.0.1:7000"];
+            parse(&[&needed, args].concat()).load()
+        };
+        let http = load(&[]).unwrap().http.unwrap();
+        assert_eq!(
+            (http.listen.to_string(), http.tls, http.api_key_file),
+            ("127.0.0.1:0".into(), None, None)
+        );
+        assert_eq!(load(&["--http=off"]).unwrap().http, None);
+        let all = ["--http=0.0.0.0:6333", "--http-cert=c", "--http-key=k", "--http-api-key-file=a"];
+        assert!(load(&all).unwrap().http.unwrap().tls.is_some());
+        for (args, part) in [
+            (&all[..1], "takes a certificate and a key: say --http-cert"),
+            (&all[..3], "takes a certificate and a key"),
+            (&["--http=[::]:1", "--http-api-key-file=a"], "takes a certificate and a key"),
+            (&["--http-cert=c"], "expected both or none"),
+            (&["--http=6333"], "expected ip:port, or off"),
+        ] {
+            let text = load(args).unwrap_err().to_string();
+            assert!(text.contains(part), "{text}");
+        }
     }
 
     #[test]

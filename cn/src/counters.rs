@@ -41,6 +41,8 @@ counters! {
     searches,
     /// Inserts that were acknowledged.
     inserts,
+    /// Of these, the ones that replaced a record.
+    replacements,
     /// Records that were handed out by id.
     gets,
     /// Requests refused since too many were running.

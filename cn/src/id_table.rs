@@ -8,8 +8,23 @@
 //! no lock. The slot names a record; whether the id is taken is for the record to say: *live*, or *linking* by an insert
 //! whose session the record's memory node calls alive.
 //!
+//! A record is replaced by another one of the same id in steps, each one COMPARE_SWAP that anybody may repeat:
+//!
+//! ```text
+//!            old      slot     new       a look-up finds
+//!            live     ─▶ old   linking   old
+//!   slot     live     ─▶ new   linking   new, whose predecessor is live: old
+//!   heir     live     ─▶ new   heir      new, whose predecessor is live: old
+//!   commit   dead     ─▶ new   heir      new, whose predecessor is dead: new
+//!   done     dead     ─▶ new   live      new
+//! ```
+//!
+//! So the old record's death is the moment at which the new one takes over, for look-ups and for searches alike. From
+//! the first step on a replacement only goes forward: whoever claims the id next finishes it.
+//!
 //! Invariant: of all records with one id at most one is ever live. Two claims of one id meet in the bucket's lock; a
-//! record whose slot was taken over was made *dead* before, by COMPARE_SWAP, so that it can never become live.
+//! record whose slot was taken over was made *dead* before, by COMPARE_SWAP, so that it can never become live. A record
+//! is an heir only after the slot went from its predecessor to it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,10 +33,11 @@ use std::time::{Duration, Instant};
 use shine_common::ids::{ExternalId, NodeId, RemotePtr, SessionId};
 use shine_common::layout::{
     ID_BUCKET_BYTES, ID_BUCKET_SLOTS, ID_CHAIN_MAX, IdSlot, IdState, NodeMeta, NodeState, header, id_hash,
+    predecessor_word,
 };
 use shine_common::verbs::Verbs;
 use shine_common::wire::{Fault, FaultCode};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::alloc::Rooms;
 use crate::collection::{Collection, corrupt, word};
@@ -37,6 +53,8 @@ const SLOTS: u64 = 16;
 const LOOKUP_RETRY_MAX: u32 = 16;
 /// First and longest pause while an insert of the same id is under way.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(10));
+/// Attempts on a step of a replacement whose outcome is in doubt.
+const STEP_MAX: u32 = 4;
 
 /// A slot and where it lies.
 #[derive(Clone, Copy, Debug)]
@@ -149,25 +167,59 @@ pub(crate) async fn lookup<V: Verbs>(
 ) -> Result<Option<(NodeId, u8)>, Fault> {
     let collection = Arc::clone(&reader.collection);
     let (bucket, fingerprint) = bucket_of(&collection, id);
-    let mut seen: Vec<u64> = Vec::new();
+    // Slots whose records were all found not to be live.
+    let mut seen: Option<Vec<u64>> = None;
     for _ in 0..LOOKUP_RETRY_MAX {
         let chain = read_chain(&collection, bucket, reader.deadline, &mut reader.cost).await?;
         let found = chain.matches(fingerprint)?;
-        let nodes: Vec<_> = found.iter().map(|found| found.slot.node).collect();
-        for (node, header) in nodes.iter().zip(reader.headers(&nodes).await?) {
-            if header.id == id && header.meta.state == NodeState::Live {
-                return Ok(Some((*node, header.meta.level)));
-            }
-        }
-        // None of them live: so it is, unless a slot was renamed between the two readings. The same slots twice mean
-        // that nothing was.
+        // None of them live: so it is, unless a slot was renamed before its record was looked at. The same slots
+        // afterwards mean that none was.
         let words: Vec<_> = found.iter().map(|found| found.word).collect();
-        if words.is_empty() || words == seen {
+        if words.is_empty() || seen.as_ref() == Some(&words) {
             return Ok(None);
         }
-        seen = words;
+        let nodes: Vec<_> = found.iter().map(|found| found.slot.node).collect();
+        let mut is_clear = true;
+        for (node, header) in nodes.iter().zip(reader.headers(&nodes).await?) {
+            if header.id != id {
+                continue;
+            }
+            match holder(reader, *node, header).await? {
+                Holder::Is(node, level) => return Ok(Some((node, level))),
+                Holder::Nobody => {}
+                Holder::Unclear => is_clear = false,
+            }
+        }
+        seen = is_clear.then_some(words);
     }
     Err(Fault::new(FaultCode::Overloaded, format!("id {id} changes hands faster than it can be read")))
+}
+
+enum Holder {
+    Is(NodeId, u8),
+    Nobody,
+    /// The record changed while it was being looked at.
+    Unclear,
+}
+
+/// Which record is live where a slot names `node`: this one, or the one that it is to replace.
+async fn holder<V: Verbs>(reader: &mut Reader<V>, node: NodeId, header: Header) -> Result<Holder, Fault> {
+    let state = header.meta.state;
+    if state == NodeState::Live {
+        return Ok(Holder::Is(node, header.meta.level));
+    }
+    let Some(predecessor) = header.predecessor() else {
+        // A header is read in pieces: an heir's older word may still have been there.
+        return Ok(if state == NodeState::Heir { Holder::Unclear } else { Holder::Nobody });
+    };
+    let before = reader.headers(&[predecessor]).await?[0];
+    Ok(match (before.meta.state, state) {
+        (NodeState::Live, _) => Holder::Is(predecessor, before.meta.level),
+        (_, NodeState::Heir) => Holder::Is(node, header.meta.level),
+        // It has become an heir meanwhile.
+        (_, NodeState::Linking) => Holder::Unclear,
+        _ => Holder::Nobody,
+    })
 }
 
 /// What came of a claim.
@@ -195,7 +247,7 @@ pub(crate) async fn claim<V: Verbs>(
             lock::acquire(&collection, bucket, Protected::Id(id), deadline, &mut reader.cost).await?;
         let outcome = claim_locked(reader, &mut guard, bucket, id, fingerprint, own).await;
         match outcome {
-            Ok(Outcome::Exists(node)) => {
+            Ok(Outcome::Exists(node, _)) => {
                 guard.release(&mut reader.cost).await?;
                 return Ok(Claim::Exists(node));
             }
@@ -220,7 +272,8 @@ pub(crate) async fn claim<V: Verbs>(
 
 enum Outcome {
     Won,
-    Exists(NodeId),
+    /// A live record has it; the slot that names the record.
+    Exists(NodeId, Found),
     /// A living insert has it: wait for what becomes of it.
     Busy,
 }
@@ -245,7 +298,7 @@ async fn claim_locked<V: Verbs>(
             continue;
         }
         match settle(reader, found.slot.node, header, deadline).await? {
-            Settled::Live => return Ok(Outcome::Exists(found.slot.node)),
+            Settled::Live => return Ok(Outcome::Exists(found.slot.node, *found)),
             Settled::Busy => return Ok(Outcome::Busy),
             Settled::Dead => reuse = Some(*found),
         }
@@ -262,6 +315,10 @@ async fn claim_locked<V: Verbs>(
     Ok(Outcome::Won)
 }
 
+fn lock_lost() -> Fault {
+    Fault::new(FaultCode::Unavailable, "the lock of an id bucket was lost: try again")
+}
+
 /// Puts `own` into a free slot. Off the lock's memory node its fence does not reach, so the lock is looked at again
 /// afterwards; if it is gone, the slot is put back.
 async fn write_slot<V: Verbs>(
@@ -273,19 +330,18 @@ async fn write_slot<V: Verbs>(
     deadline: Instant,
     cost: &mut Cost,
 ) -> Result<(), Fault> {
-    let lost = || Fault::new(FaultCode::Unavailable, "the lock of an id bucket was lost: try again");
     if guard.covers(at) {
-        return if guard.compare_swap(at, old, own, cost).await? == old { Ok(()) } else { Err(lost()) };
+        return if guard.compare_swap(at, old, own, cost).await? == old { Ok(()) } else { Err(lock_lost()) };
     }
     if collection.compare_swap(at, old, own, deadline, cost).await? != old {
-        return Err(lost());
+        return Err(lock_lost());
     }
     match guard.is_held(cost).await {
         Ok(true) => Ok(()),
         result => {
             let removed = IdSlot { state: IdState::Removed, ..IdSlot::from_word(own).expect("made above") };
             collection.compare_swap(at, own, removed.to_word(), deadline, cost).await?;
-            Err(result.err().unwrap_or_else(lost))
+            Err(result.err().unwrap_or_else(lock_lost))
         }
     }
 }
@@ -317,7 +373,7 @@ async fn append_bucket<V: Verbs>(
         collection.compare_swap(next, 0, new.to_word(), deadline, cost).await?
     };
     if was != 0 {
-        return Err(Fault::new(FaultCode::Unavailable, "the lock of an id bucket was lost: try again"));
+        return Err(lock_lost());
     }
     write_slot(collection, guard, new.add(SLOTS), 0, own, deadline, cost).await
 }
@@ -337,10 +393,20 @@ async fn settle<V: Verbs>(
 ) -> Result<Settled, Fault> {
     let collection = Arc::clone(&reader.collection);
     for _ in 0..4 {
-        match header.meta.state {
-            NodeState::Live => return Ok(Settled::Live),
-            NodeState::Dead | NodeState::Empty => return Ok(Settled::Dead),
-            NodeState::Linking => {}
+        match (header.meta.state, header.predecessor()) {
+            (NodeState::Live, _) => return Ok(Settled::Live),
+            (NodeState::Dead | NodeState::Empty, _) => return Ok(Settled::Dead),
+            // The slot names it, so it is to replace its predecessor: that is finished, whoever began it.
+            (NodeState::Linking | NodeState::Heir, Some(predecessor)) => {
+                succeed(reader, node, header.meta, predecessor).await?;
+                header = reader.headers(&[node]).await?[0];
+                continue;
+            }
+            (NodeState::Heir, None) => {
+                header = reader.headers(&[node]).await?[0];
+                continue;
+            }
+            (NodeState::Linking, None) => {}
         }
         if is_inserter_alive(reader, node, header.inserter, deadline).await? {
             return Ok(Settled::Busy);
@@ -355,6 +421,161 @@ async fn settle<V: Verbs>(
         header = reader.headers(&[node]).await?[0];
     }
     Err(corrupt(format!("collection '{}': the state of {node} does not settle", collection.name())))
+}
+
+// ------------------------------------------------------------------------------------------------- replacing
+
+/// What came of a replacement.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Replaced {
+    /// The new record is live, or its predecessor is dead, which is the same. The old one:
+    Old(NodeId),
+    /// No live record had the id: it names the new one now, which its inserter makes live.
+    Claimed,
+}
+
+/// Puts `node`, which is *linking* with `meta` and linked, in the place of the live record under `id`.
+///
+/// # Errors
+/// What remote memory answers. [`ReplaceError::Open`] says that the replacement may have taken place, or may be finished
+/// by the next claim of the id: the new record must then be left as it is.
+pub(crate) async fn replace<V: Verbs>(
+    reader: &mut Reader<V>,
+    id: ExternalId,
+    node: NodeId,
+    meta: NodeMeta,
+) -> Result<Replaced, ReplaceError> {
+    let collection = Arc::clone(&reader.collection);
+    let (bucket, fingerprint) = bucket_of(&collection, id);
+    let own = IdSlot { state: IdState::Claimed, fingerprint, node }.to_word();
+    let mut pause = PAUSE.0;
+    loop {
+        let deadline = reader.deadline;
+        let mut guard =
+            lock::acquire(&collection, bucket, Protected::Id(id), deadline, &mut reader.cost).await?;
+        let found = claim_locked(reader, &mut guard, bucket, id, fingerprint, own).await?;
+        let outcome = match found {
+            Outcome::Won => Some(Replaced::Claimed),
+            Outcome::Exists(old, at) => {
+                replace_locked(reader, &mut guard, old, at, node, meta, own).await?;
+                Some(Replaced::Old(old))
+            }
+            Outcome::Busy => None,
+        };
+        let released = guard.release(&mut reader.cost).await;
+        match outcome {
+            // A claim counts only under the lock; a replacement rests on the words that it swapped.
+            Some(Replaced::Claimed) => return released.map(|()| Replaced::Claimed).map_err(Into::into),
+            Some(old) => return Ok(old),
+            None => released?,
+        }
+        let wait = jittered(pause);
+        if Instant::now() + wait >= deadline {
+            return Err(deadline_exceeded(format_args!("another insert of id {id} is under way")).into());
+        }
+        tokio::time::sleep(wait).await;
+        pause = (pause * 2).min(PAUSE.1);
+    }
+}
+
+/// Why a replacement did not come to an end.
+#[derive(Debug)]
+pub(crate) enum ReplaceError {
+    /// Nothing was changed but the new record.
+    Before(Fault),
+    /// The id may name the new record.
+    Open(Fault),
+}
+
+impl From<Fault> for ReplaceError {
+    fn from(fault: Fault) -> Self {
+        Self::Before(fault)
+    }
+}
+
+/// The steps of a replacement of `old`, which is live and named by the slot `at`.
+async fn replace_locked<V: Verbs>(
+    reader: &mut Reader<V>,
+    guard: &mut Guard<V>,
+    old: NodeId,
+    at: Found,
+    node: NodeId,
+    meta: NodeMeta,
+    own: u64,
+) -> Result<(), ReplaceError> {
+    let collection = Arc::clone(&reader.collection);
+    let deadline = Instant::now() + lock::HOLD_MAX;
+    let (chunk, slot) = collection.place(node).expect("the chunk of a leased slot is known");
+    let mut set = WriteSet::new();
+    set.push_word(collection.params().header_at(chunk, slot).add(header::INSERTER), predecessor_word(old));
+    // Nobody looks at the word before the slot names the record.
+    collection.write(&set, deadline, &mut reader.cost).await?;
+    // The swap itself decides, also should the lock be gone: a slot that still names `old` has not been changed.
+    let mut failed = None;
+    for _ in 0..STEP_MAX {
+        let cost = &mut reader.cost;
+        let swapped = if guard.covers(at.at) {
+            guard.compare_swap(at.at, at.word, own, cost).await
+        } else {
+            let deadline = Instant::now() + lock::HOLD_MAX;
+            collection.compare_swap(at.at, at.word, own, deadline, cost).await
+        };
+        match swapped {
+            // That it is there already means that an earlier try has done it.
+            Ok(was) if was == at.word || was == own => {
+                return succeed(reader, node, meta, old).await.map_err(ReplaceError::Open);
+            }
+            // After a try in doubt it may have been done, and the new record replaced in its turn.
+            Ok(_) if failed.is_some() => break,
+            Ok(_) => return Err(ReplaceError::Before(lock_lost())),
+            Err(fault) => failed = Some(fault),
+        }
+    }
+    Err(ReplaceError::Open(failed.expect("there was a try that failed")))
+}
+
+/// The last steps of a replacement: the slot names `node`, which takes over from `old`. Anybody may take them, any number
+/// of times.
+async fn succeed<V: Verbs>(
+    reader: &mut Reader<V>,
+    node: NodeId,
+    meta: NodeMeta,
+    old: NodeId,
+) -> Result<(), Fault> {
+    let state = |state| NodeMeta { state, ..meta };
+    let (linking, heir, live) = (state(NodeState::Linking), state(NodeState::Heir), state(NodeState::Live));
+    step(reader, node, linking, heir).await?;
+    // Live until now: a record is replaced once it is live, and only the step below ends that.
+    let old_meta = reader.headers(&[old]).await?[0].meta;
+    if old_meta.state != NodeState::Dead {
+        let old_live = NodeMeta { state: NodeState::Live, ..old_meta };
+        step(reader, old, old_live, NodeMeta { state: NodeState::Dead, ..old_meta }).await?;
+    }
+    // Done. What is left saves others from looking at the old record.
+    if let Err(fault) = step(reader, node, heir, live).await {
+        warn!(%node, %fault, "a record that was replaced stays an heir");
+    }
+    Ok(())
+}
+
+/// COMPARE_SWAP of a meta word from `from` to `to`, or to whatever follows it: that somebody else took the step is as
+/// good. States only go forward, so it may be repeated when its outcome is in doubt.
+async fn step<V: Verbs>(
+    reader: &mut Reader<V>,
+    node: NodeId,
+    from: NodeMeta,
+    to: NodeMeta,
+) -> Result<(), Fault> {
+    let collection = Arc::clone(&reader.collection);
+    let mut failed = None;
+    for _ in 0..STEP_MAX {
+        let deadline = Instant::now() + lock::HOLD_MAX;
+        match swap_meta(&collection, node, from, to, deadline, &mut reader.cost).await {
+            Ok(_) => return Ok(()),
+            Err(fault) => failed = Some(fault),
+        }
+    }
+    Err(failed.expect("there was a try"))
 }
 
 /// Whether the session that inserts `node` may still finish.

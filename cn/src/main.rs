@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser as _;
 use shine_cn::config::{Config, Options};
+use shine_cn::http::Http;
 use shine_cn::serve::{ComputeNode, Setup};
 use shine_common::config::{ReadyLine, init_logs, stop_signal};
 use shine_common::net::endpoint::{Endpoint, EndpointOptions};
@@ -55,6 +56,11 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let mut stop = pin!(stop);
     let options = EndpointOptions { link_mbit: config.link_mbit, ..EndpointOptions::default() };
     let endpoint = Endpoint::bind(config.listen, identity, options)?;
+    let http = match &config.http {
+        Some(http) => Some(Http::bind(http).await?),
+        None => None,
+    };
+    let url = http.as_ref().map(|http| http.url().to_owned());
     let setup = Setup {
         addr: config.advertise.unwrap_or(endpoint.local_addr()),
         endpoint,
@@ -67,7 +73,7 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         () = &mut stop => return Ok(()),
     };
     tracing::info!(simd = %config.simd, threads = config.threads, "ready");
-    ReadyLine::new(Role::Cn, &name, node.addr()).print();
-    node.run(stop).await?;
+    ReadyLine::new(Role::Cn, &name, node.addr()).with_http(url).print();
+    node.run(http, stop).await?;
     Ok(())
 }

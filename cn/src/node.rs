@@ -29,6 +29,7 @@ use crate::fabric::{Cost, Fabric, Gather, deadline_exceeded};
 use crate::hnsw::insert::{self, Levels};
 use crate::load::{Load, Loads, NodesPiece};
 use crate::query::{self, Query};
+use crate::scan;
 
 /// Bounds of one compute node.
 #[derive(Clone, Copy, Debug)]
@@ -180,6 +181,10 @@ impl<V: Verbs> Node<V> {
             return Err(Fault::new(FaultCode::Forbidden, message));
         }
         let answer = self.admit(request).await;
+        self.tally(answer)
+    }
+
+    fn tally<T>(&self, answer: Result<T, Fault>) -> Result<T, Fault> {
         match &answer {
             Ok(_) => {}
             Err(fault) if fault.code == FaultCode::Overloaded => self.counters.overloaded.add(1),
@@ -191,9 +196,16 @@ impl<V: Verbs> Node<V> {
         answer
     }
 
-    async fn admit(self: &Arc<Self>, request: CnRequest) -> Result<CnResponse, Fault> {
-        if self.is_draining.load(Ordering::Acquire) && !matches!(request, CnRequest::Status) {
+    fn check_serving(&self) -> Result<(), Fault> {
+        if self.is_draining.load(Ordering::Acquire) {
             return Err(Fault::new(FaultCode::Unavailable, format!("{} is leaving the cluster", self.name)));
+        }
+        Ok(())
+    }
+
+    async fn admit(self: &Arc<Self>, request: CnRequest) -> Result<CnResponse, Fault> {
+        if !matches!(request, CnRequest::Status) {
+            self.check_serving()?;
         }
         match request {
             CnRequest::Search { collection, target, k, ef, deadline_ms, with_vectors } => {
@@ -302,6 +314,106 @@ impl<V: Verbs> Node<V> {
         self.counters.inserts.add(1);
         self.book(&inserted.receipt);
         Ok(CnResponse::Inserted { node: inserted.node, receipt: inserted.receipt })
+    }
+
+    // ----------------------------------------------------------------------- for the HTTP API, in process
+
+    /// Bounds.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Whether requests would be taken.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn readiness(&self) -> Result<(), Fault> {
+        self.check_serving()?;
+        if self.fabric.epoch() == shine_common::ids::Epoch::default() {
+            return Err(Fault::new(FaultCode::Unavailable, format!("{} has no cluster map yet", self.name)));
+        }
+        Ok(())
+    }
+
+    /// Whether there is a collection of that name.
+    ///
+    /// # Errors
+    /// If that cannot be found out by the deadline.
+    pub async fn exists(&self, name: &str, deadline: Instant) -> Result<bool, Fault> {
+        match self.entry(name, deadline).await {
+            Ok(_) => Ok(true),
+            Err(fault) if fault.code == FaultCode::NotFound => Ok(false),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// The open collection of that name.
+    ///
+    /// # Errors
+    /// [`FaultCode::NotFound`] if there is none, and whatever remote memory answers.
+    pub async fn open(self: &Arc<Self>, name: &str, deadline: Instant) -> Result<Arc<Collection<V>>, Fault> {
+        self.check_serving()?;
+        let opened = self.collection(name, deadline).await;
+        self.tally(opened)
+    }
+
+    /// Inserts a vector, or puts it in the place of the live record under `id`. Waits for its turn where as many inserts
+    /// run as may.
+    ///
+    /// # Errors
+    /// As [`insert::upsert`].
+    pub async fn upsert(
+        &self,
+        collection: &Arc<Collection<V>>,
+        id: ExternalId,
+        vector: Vec<u8>,
+        deadline: Instant,
+    ) -> Result<insert::Inserted, Fault> {
+        self.check_serving()?;
+        let Ok(Ok(_running)) = tokio::time::timeout_at(deadline.into(), self.inserts.acquire()).await else {
+            return self.tally(Err(deadline_exceeded("waiting for the turn of an insert")));
+        };
+        let inserted = self.tally(insert::upsert(collection, &self.levels, id, vector, deadline).await)?;
+        self.counters.inserts.add(1);
+        self.counters.replacements.add(inserted.replaced.is_some().into());
+        self.book(&inserted.receipt);
+        Ok(inserted)
+    }
+
+    /// At most `limit` records from that of `offset` on, in the order of their node numbers.
+    ///
+    /// # Errors
+    /// As [`scan::page`].
+    pub async fn scroll(
+        &self,
+        collection: &Arc<Collection<V>>,
+        offset: Option<ExternalId>,
+        limit: usize,
+        with_vectors: bool,
+        deadline: Instant,
+    ) -> Result<scan::Page, Fault> {
+        self.check_serving()?;
+        let _running = self.tally(self.room(&self.controls, "control requests"))?;
+        self.tally(scan::page(collection, offset, limit, with_vectors, deadline).await)
+    }
+
+    /// Number of live records: counted, or as inserts and loads have kept it.
+    ///
+    /// # Errors
+    /// Whatever remote memory answers.
+    pub async fn count(
+        self: &Arc<Self>,
+        collection: &Arc<Collection<V>>,
+        is_exact: bool,
+        deadline: Instant,
+    ) -> Result<u64, Fault> {
+        self.check_serving()?;
+        let _running = self.tally(self.room(&self.controls, "control requests"))?;
+        self.tally(if is_exact {
+            scan::count(collection, deadline).await
+        } else {
+            self.info(collection, deadline).await.map(|info| info.vectors)
+        })
     }
 
     async fn control(self: &Arc<Self>, request: CnRequest, deadline: Instant) -> Result<CnResponse, Fault> {

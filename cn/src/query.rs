@@ -3,16 +3,18 @@
 //! Invariant: an answer's header was read after the search met it and said *live*: what is half inserted or dead may be
 //! a way point, never an answer.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
 use shine_common::ids::{ExternalId, NodeId};
-use shine_common::layout::{EF_MAX, NodeState};
+use shine_common::layout::EF_MAX;
 use shine_common::verbs::Verbs;
 use shine_common::wire::{Fault, FaultCode, Hit, Receipt, Target};
 
 use crate::collection::Collection;
 use crate::fabric::Gather;
+use crate::hnsw::search::BEAM_GROWTH;
 use crate::id_table;
 use crate::reader::Reader;
 
@@ -86,15 +88,22 @@ pub async fn search<V: Verbs>(
     };
     let mut hits = Vec::new();
     let mut receipt = Receipt::default();
-    if let Some(entry) = reader.entry().await? {
+    let (k, mut beam) = (query.k as usize, ef);
+    while let Some(entry) = reader.entry().await? {
         let mut scratch = collection.scratch();
-        scratch.search.reset(entry.point, entry.upper, ef as usize, 0);
+        scratch.search.reset(entry.point, entry.upper, beam as usize, 0);
         reader.drive(&mut scratch, vector, None, |_, _| {}).await?;
         let stats = scratch.search.stats();
-        (receipt.hops, receipt.distances) = (stats.hops, stats.distances);
+        receipt.hops += stats.hops;
+        receipt.distances += stats.distances;
         let found: Vec<_> = scratch.search.results().iter().map(|c| (c.node(), c.distance())).collect();
         drop(scratch);
-        hits = live(&mut reader, &found, query.k as usize, query.with_vectors).await?;
+        hits = live(&mut reader, &found, k, query.with_vectors).await?;
+        // A full beam with too few live ones is crowded by records that were replaced: a wider one sees past them.
+        if hits.len() >= k || found.len() < beam as usize || beam == EF_MAX {
+            break;
+        }
+        beam = beam.saturating_mul(BEAM_GROWTH as u32).min(EF_MAX);
     }
     receipt.rounds = reader.cost.rounds;
     receipt.remote_reads = reader.cost.reads;
@@ -114,6 +123,7 @@ async fn live<V: Verbs>(
     with_vectors: bool,
 ) -> Result<Vec<Hit>, Fault> {
     let mut hits: Vec<Hit> = Vec::with_capacity(k.min(found.len()));
+    let mut ids = HashSet::new();
     let mut gather = Gather::new();
     let mut rest = found;
     let mut batch = k;
@@ -126,9 +136,15 @@ async fn live<V: Verbs>(
             reader.want_vectors(&nodes, &mut gather).await?;
         }
         reader.gather(&mut gather).await?;
-        for (i, (node, distance)) in now.iter().enumerate() {
-            let header = reader.header(*node, gather.get(i))?;
-            if header.meta.state == NodeState::Live && hits.len() < k {
+        let heads: Vec<_> = nodes
+            .iter()
+            .enumerate()
+            .map(|(i, node)| Ok((*node, reader.header(*node, gather.get(i))?)))
+            .collect::<Result<_, Fault>>()?;
+        let are_live = reader.are_live(&heads).await?;
+        for (i, ((node, distance), (_, header))) in now.iter().zip(&heads).enumerate() {
+            // A record and its successor may have been read on either side of the moment of replacement.
+            if are_live[i] && hits.len() < k && ids.insert(header.id) {
                 let vector = if with_vectors { gather.get(now.len() + i).to_vec() } else { Vec::new() };
                 hits.push(Hit { id: header.id, node: *node, distance: *distance, vector });
             }

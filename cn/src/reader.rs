@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shine_common::ids::{ExternalId, NodeId};
-use shine_common::layout::{HEADER_BYTES, ListError, ListView, NodeMeta, header, id_from_words};
+use shine_common::layout::{
+    HEADER_BYTES, ListError, ListView, NodeMeta, NodeState, header, id_from_words, predecessor_from_word,
+};
 use shine_common::verbs::Verbs;
 use shine_common::wire::Fault;
 
@@ -22,6 +24,9 @@ use crate::hnsw::visited::SparseVisited;
 pub const TORN_RETRY_MAX: u32 = 100;
 /// Readings that follow each other without a pause.
 pub(crate) const TORN_RETRY_AT_ONCE: u32 = 4;
+
+/// Readings of an heir until it must have named its predecessor.
+const HEIR_RETRY_MAX: u32 = 4;
 
 /// Buffers of one query or insert.
 #[derive(Debug)]
@@ -83,14 +88,21 @@ impl VectorStore {
 pub struct Header {
     /// State, level, upper index.
     pub meta: NodeMeta,
-    /// Holder word of the unfinished insert.
+    /// Holder word of the unfinished insert, or the predecessor's.
     pub inserter: u64,
     /// External id.
     pub id: ExternalId,
 }
 
+impl Header {
+    /// The record that this one takes over from, if it does.
+    pub(crate) fn predecessor(&self) -> Option<NodeId> {
+        predecessor_from_word(self.inserter)
+    }
+}
+
 /// What was read of a header: from the meta word on.
-const HEADER_FROM: u64 = header::META;
+pub(crate) const HEADER_FROM: u64 = header::META;
 const HEADER_READ: u64 = HEADER_BYTES - HEADER_FROM;
 
 /// Reads records of one collection by one deadline, and books what that costs.
@@ -142,6 +154,35 @@ impl<V: Verbs> Reader<V> {
         self.want_headers(nodes, &mut gather).await?;
         self.gather(&mut gather).await?;
         nodes.iter().enumerate().map(|(i, node)| self.header(*node, gather.get(i))).collect()
+    }
+
+    /// For each of `heads`, whether it is live. An heir is if its predecessor is dead: these are asked for, which costs a
+    /// round while somebody replaces just these records, and none otherwise.
+    pub(crate) async fn are_live(&mut self, heads: &[(NodeId, Header)]) -> Result<Vec<bool>, Fault> {
+        let mut are_live: Vec<_> = heads.iter().map(|(_, head)| head.meta.state == NodeState::Live).collect();
+        let is_heir = |head: &Header| head.meta.state == NodeState::Heir;
+        let mut open: Vec<_> =
+            (0..heads.len()).filter(|i| is_heir(&heads[*i].1)).map(|i| (i, heads[i].1)).collect();
+        for _ in 0..HEIR_RETRY_MAX {
+            if open.is_empty() {
+                return Ok(are_live);
+            }
+            // A header is read in pieces: where the state is newer than the word that names the predecessor, once more.
+            let wanted: Vec<_> =
+                open.iter().map(|(i, head)| head.predecessor().unwrap_or(heads[*i].0)).collect();
+            let mut unclear = Vec::new();
+            for ((i, old), new) in open.into_iter().zip(self.headers(&wanted).await?) {
+                if old.predecessor().is_some() {
+                    are_live[i] = new.meta.state == NodeState::Dead;
+                } else if is_heir(&new) {
+                    unclear.push((i, new));
+                } else {
+                    are_live[i] = new.meta.state == NodeState::Live;
+                }
+            }
+            open = unclear;
+        }
+        Err(corrupt(format!("collection '{}': an heir names no predecessor", self.collection.name())))
     }
 
     /// Adds the vectors of `nodes` to `gather`.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  oracle ──► membership ──► fabric (the map)
-//!  clients ──► calls ──► node ──► fabric ──► verbs over QUIC ──► memory nodes
+//!  clients ──► calls, http ──► node ──► fabric ──► verbs over QUIC ──► memory nodes
 //! ```
 
 use std::future::Future;
@@ -28,12 +28,15 @@ use crate::catalogue::Catalogue;
 use crate::collection::Options;
 use crate::counters::Counters;
 use crate::fabric::{Connect, Fabric};
+use crate::http::Http;
 use crate::node::{Limits, Node, Parts};
 
 /// Most connections at once.
 pub const CONNECTIONS_MAX: usize = 4_096;
 /// Time that running requests have when the node leaves.
 const DRAIN_TIME: Duration = Duration::from_secs(5);
+/// Time that HTTP answers have after that.
+const HTTP_CLOSE_TIME: Duration = Duration::from_secs(3);
 /// Between two looks for loads that nothing comes for.
 const REAP_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -139,11 +142,11 @@ impl ComputeNode {
         &self.node
     }
 
-    /// Serves until `stop` is ready; then lets running requests end, leaves the cluster and closes the endpoint.
+    /// Serves, by HTTP too if it is given, until `stop` is ready; then lets running requests end, leaves the cluster and closes the endpoint.
     ///
     /// # Errors
     /// If it cannot go on. It has left, as far as it could, in any case.
-    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), NodeError> {
+    pub async fn run(self, http: Option<Http>, stop: impl Future<Output = ()>) -> Result<(), NodeError> {
         let Self { endpoint, membership, fabric, node, .. } = self;
         let name = Arc::clone(endpoint.identity().name());
         let mut standing = membership.standing();
@@ -156,6 +159,12 @@ impl ComputeNode {
         let mut background = JoinSet::new();
         background.spawn(follow(Arc::clone(&membership), fabric));
         background.spawn(reap(Arc::clone(&node)));
+        let (close_http, http_closes) = tokio::sync::oneshot::channel::<()>();
+        let mut api = JoinSet::new();
+        if let Some(http) = http {
+            let closes = async { drop(http_closes.await) };
+            api.spawn(http.serve(Arc::clone(&node), closes));
+        }
         let calls = Arc::new(Calls(Arc::clone(&node)));
         let mut connections = JoinSet::new();
         let (mut stop, mut superseded) = (pin!(stop), pin!(superseded));
@@ -184,6 +193,11 @@ impl ComputeNode {
                 Alpn::Verbs => connection.close(close::PROTOCOL, b"a compute node serves no verbs"),
             }
         };
+        drop(close_http);
+        let closed = async { while api.join_next().await.is_some() {} };
+        if tokio::time::timeout(HTTP_CLOSE_TIME, closed).await.is_err() {
+            api.shutdown().await;
+        }
         background.shutdown().await;
         membership.leave().await;
         endpoint.close().await;

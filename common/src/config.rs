@@ -269,12 +269,20 @@ pub struct ReadyLine {
     pub name: String,
     /// Where it is called.
     pub addr: SocketAddr,
+    /// Where its HTTP API is called, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub http: Option<String>,
 }
 
 impl ReadyLine {
     /// The line of a process.
     pub fn new(role: Role, name: impl Into<String>, addr: SocketAddr) -> Self {
-        Self { ready: true, role, name: name.into(), addr }
+        Self { ready: true, role, name: name.into(), addr, http: None }
+    }
+
+    /// The same with an HTTP API at `url`.
+    pub fn with_http(self, url: Option<String>) -> Self {
+        Self { http: url, ..self }
     }
 
     /// Prints it. Whoever started the process may be gone: that is not an error.

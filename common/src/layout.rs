@@ -27,7 +27,8 @@
 //! header (40 B)   lock u64 │ meta u64 │ inserter u64 │ id low u64 │ id high u64
 //!   lock            of the level-0 list: 0, or holder: session u32 << 32 | nonce u32
 //!   meta            state u8 │ level u8 │ id kind u8 │ 0 u8 │ upper index u32
-//!   inserter        holder word of the unfinished insert, 0 once live
+//!   inserter        holder word of the unfinished insert, 0 once live; or 0 u32 << 32 | NodeId + 1 of the record that
+//!                   this one takes over from, its predecessor
 //!
 //! list            checksum u32 │ version u16 │ count u16 │ entries, padded to 8
 //!   level 0         entry = NodeId u32
@@ -98,7 +99,7 @@ pub mod header {
     pub const LOCK: u64 = 0;
     /// State, level, id kind and upper index.
     pub const META: u64 = 8;
-    /// Holder word of the insert that is not finished yet.
+    /// Holder word of the insert that is not finished yet, or the predecessor ([`super::predecessor_word`]).
     pub const INSERTER: u64 = 16;
     /// External id, low 64 bits.
     pub const ID_LOW: u64 = 24;
@@ -376,6 +377,8 @@ pub enum NodeState {
     Live = 2,
     /// No longer an answer; may still be a way point.
     Dead = 3,
+    /// Has taken its predecessor's place in the id table: live from the moment that the predecessor is dead.
+    Heir = 4,
 }
 
 /// Word [`header::META`] of a node header, decoded.
@@ -407,6 +410,7 @@ impl NodeMeta {
             1 => NodeState::Linking,
             2 => NodeState::Live,
             3 => NodeState::Dead,
+            4 => NodeState::Heir,
             _ => return None,
         };
         let level = (word >> 8) as u8;
@@ -417,6 +421,17 @@ impl NodeMeta {
         }
         Some(Self { state, level, is_uuid: kind == 1, upper: (word >> 32) as u32 })
     }
+}
+
+/// Word [`header::INSERTER`] of a record that takes over from `predecessor`. Sessions are numbered from 1, so that it is
+/// never taken for a holder word; the very last node number is never handed out.
+pub fn predecessor_word(predecessor: NodeId) -> u64 {
+    u64::from(predecessor.0) + 1
+}
+
+/// The predecessor in word [`header::INSERTER`], if it holds one.
+pub fn predecessor_from_word(word: u64) -> Option<NodeId> {
+    (1..=u64::from(u32::MAX)).contains(&word).then(|| NodeId((word - 1) as u32))
 }
 
 /// The two id words of a header, low first.
@@ -705,7 +720,7 @@ mod tests {
     fn words_round_trip_and_foreign_words_are_refused() {
         let meta = NodeMeta { state: NodeState::Live, level: 3, is_uuid: true, upper: u32::MAX };
         assert_eq!(NodeMeta::from_word(meta.to_word()), Some(meta));
-        for bad in [4, 33 << 8, 2 << 16, 1 << 24] {
+        for bad in [5, 33 << 8, 2 << 16, 1 << 24] {
             assert_eq!(NodeMeta::from_word(bad), None);
         }
         let entry = EntryPoint { node: NodeId(0), level: 0 };
@@ -717,6 +732,18 @@ mod tests {
             assert_eq!(id_from_words(matches!(id, ExternalId::Uuid(_)), id_words(id)), id);
         }
         assert_ne!(id_hash(ExternalId::Num(5), 1 << 40), id_hash(ExternalId::Uuid(5), 1 << 40));
+    }
+
+    #[test]
+    fn a_predecessor_is_never_taken_for_a_holder() {
+        for node in [0, 1, u32::MAX - 1] {
+            let word = predecessor_word(NodeId(node));
+            assert_eq!(predecessor_from_word(word), Some(NodeId(node)));
+            assert_eq!(word >> 32, 0, "a holder word names a session there");
+        }
+        for holder in [0, 1 << 32, 7 << 32 | 5] {
+            assert_eq!(predecessor_from_word(holder), None);
+        }
     }
 
     #[test]

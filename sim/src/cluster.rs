@@ -26,7 +26,7 @@ use shine_common::net::tls::ClusterCa;
 use shine_common::wire::Role;
 
 use crate::host;
-use process::{Process, Readiness, Tie};
+use process::{Process, Readiness, Ready, Tie};
 
 /// Longest time from a start to the ready line.
 const READY_WITHIN: Duration = Duration::from_secs(60);
@@ -171,6 +171,9 @@ pub struct NodeFile {
     pub role: Role,
     /// Address.
     pub addr: SocketAddr,
+    /// Where its HTTP API is called: compute nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub http: Option<String>,
     /// Process id.
     pub pid: i32,
     /// Start of the process in clock ticks since boot: tells it from a later process of the same pid.
@@ -230,6 +233,7 @@ struct Node {
     role: Role,
     args: Vec<String>,
     addr: SocketAddr,
+    http: Option<String>,
     process: Process,
 }
 
@@ -312,6 +316,11 @@ impl Cluster {
         self.node(name).addr
     }
 
+    /// Where the HTTP API of a compute node is called.
+    pub fn http(&self, name: &str) -> &str {
+        self.node(name).http.as_deref().unwrap_or_else(|| panic!("{name} has no HTTP API"))
+    }
+
     /// Process id of a node.
     pub fn pid(&self, name: &str) -> i32 {
         self.node(name).process.pid().as_raw()
@@ -373,9 +382,9 @@ impl Cluster {
         let mut args = node.args.clone();
         args.extend(["--listen".into(), node.addr.to_string()]);
         let process = self.spawn(name, node.role, &args)?;
-        let addr = self.await_ready(name, node.role, &process, Instant::now() + READY_WITHIN)?;
-        self.nodes[at].process = process;
-        self.nodes[at].addr = addr;
+        let ready = self.await_ready(name, node.role, &process, Instant::now() + READY_WITHIN)?;
+        let node = &mut self.nodes[at];
+        (node.process, node.addr, node.http) = (process, ready.addr, ready.http);
         Ok(())
     }
 
@@ -402,6 +411,32 @@ impl Cluster {
         outcome
     }
 
+    /// What its cluster file says.
+    ///
+    /// # Errors
+    /// If a process has ended.
+    pub fn file(&self) -> Result<ClusterFile, ClusterError> {
+        let nodes = self.nodes.iter().map(|node| {
+            let pid = node.process.pid().as_raw();
+            let times =
+                host::ProcessTimes::read(pid).map_err(io_error(format!("looking at {}", node.name)))?;
+            Ok(NodeFile {
+                name: node.name.clone(),
+                role: node.role,
+                addr: node.addr,
+                http: node.http.clone(),
+                pid,
+                started_ticks: times.started_ticks,
+            })
+        });
+        Ok(ClusterFile {
+            oracles: self.oracles(),
+            admin_cert_dir: self.cert_dir("admin"),
+            client_cert_dir: self.cert_dir("client"),
+            nodes: nodes.collect::<Result<_, ClusterError>>()?,
+        })
+    }
+
     /// Writes the cluster file and leaves the processes running.
     ///
     /// # Errors
@@ -411,24 +446,7 @@ impl Cluster {
     /// If the cluster has no home of its own.
     pub fn detach(mut self) -> Result<ClusterFile, ClusterError> {
         assert!(matches!(self.home, Home::Kept(_)), "only a cluster with a home can be detached");
-        let nodes = self.nodes.iter().map(|node| {
-            let pid = node.process.pid().as_raw();
-            let times =
-                host::ProcessTimes::read(pid).map_err(io_error(format!("looking at {}", node.name)))?;
-            Ok(NodeFile {
-                name: node.name.clone(),
-                role: node.role,
-                addr: node.addr,
-                pid,
-                started_ticks: times.started_ticks,
-            })
-        });
-        let file = ClusterFile {
-            oracles: self.oracles(),
-            admin_cert_dir: self.cert_dir("admin"),
-            client_cert_dir: self.cert_dir("client"),
-            nodes: nodes.collect::<Result<_, ClusterError>>()?,
-        };
+        let file = self.file()?;
         let path = self.home().join(CLUSTER_FILE);
         let text = serde_json::to_string_pretty(&file).expect("a cluster file is plain data");
         fs::write(&path, text + "\n").map_err(io_error(format!("writing {}", path.display())))?;
@@ -447,12 +465,14 @@ impl Cluster {
             let process = self.spawn(&name, role, &args)?;
             // The address is known once the process is ready.
             let addr = SocketAddr::from(([127, 0, 0, 1], 0));
-            self.nodes.push(Node { name, role, args, addr, process });
+            self.nodes.push(Node { name, role, args, addr, http: None, process });
         }
         let until = Instant::now() + READY_WITHIN;
         for at in first..self.nodes.len() {
             let node = &self.nodes[at];
-            self.nodes[at].addr = self.await_ready(&node.name, node.role, &node.process, until)?;
+            let ready = self.await_ready(&node.name, node.role, &node.process, until)?;
+            let node = &mut self.nodes[at];
+            (node.addr, node.http) = (ready.addr, ready.http);
         }
         Ok(())
     }
@@ -474,10 +494,10 @@ impl Cluster {
         role: Role,
         process: &Process,
         until: Instant,
-    ) -> Result<SocketAddr, ClusterError> {
+    ) -> Result<Ready, ClusterError> {
         let what = match process.wait_ready(until) {
             Readiness::Ready(ready) if ready.name == name && ready.role == role.to_string() => {
-                return Ok(ready.addr);
+                return Ok(ready);
             }
             Readiness::Ready(ready) => format!("says that it is {} {}", ready.role, ready.name),
             Readiness::NotReady(line) => format!("printed no ready line but: {}", line.trim_end()),

@@ -8,6 +8,7 @@ pub mod graph_cache;
 pub mod host;
 pub mod inputs;
 pub mod local;
+pub mod local_cluster;
 pub mod loopback;
 pub mod progress;
 pub mod prove;

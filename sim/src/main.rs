@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use shine_sim::local_cluster::{self, ClusterArgs};
 use shine_sim::loopback::{self, LoopbackArgs};
 use shine_sim::prove::{self, ProveArgs};
 use tokio::signal::unix::{SignalKind, signal};
@@ -23,6 +24,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Start or stop a cluster on this machine that stays, and write down how it is called
+    Cluster(ClusterArgs),
     /// Measure recall, speed and cost of a loopback cluster on given data
     Loopback(Box<LoopbackArgs>),
     /// Long checks of what the project claims
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
     };
     let outcome = runtime.block_on(until_interrupted(async {
         match cli.command {
+            Command::Cluster(args) => local_cluster::run(args).await,
             Command::Loopback(args) => loopback::run(*args).await,
             Command::Prove(args) => prove::run(args).await,
         }

@@ -482,7 +482,7 @@ fn what_does_not_fit_is_told_apart_from_what_the_cluster_refuses() {
     let create = ["collection", "create", "angles", "--dim", "3", "--metric", "cosine"];
     desk.json(&create);
     let zero = ["insert", "-c", "angles", "--id", "1", "--vector", "0,0,0"];
-    desk.refused(&zero, 6, "bad_request", &["zero", "cosine", "answered by cn-"]);
+    desk.refused(&zero, 6, "bad_request", &["squared norm", "cosine", "answered by cn-"]);
     let create = |name: &str, dim: &str, parts: &[&str]| {
         desk.refused(
             &["collection", "create", name, "--dim", dim, "--metric", "l2"],

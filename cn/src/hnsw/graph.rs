@@ -107,7 +107,7 @@ impl<'a> List<'a> {
     }
 
     #[inline]
-    pub(super) fn iter(self) -> impl Iterator<Item = u32> + use<'a> {
+    pub(super) fn iter(self) -> impl ExactSizeIterator<Item = u32> + use<'a> {
         self.0[1..][..self.len()].iter().map(|word| word.load(Ordering::Relaxed))
     }
 

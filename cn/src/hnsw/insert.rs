@@ -4,11 +4,15 @@
 //! slot ─ write record (linking) ─ claim id ─ search all levels ─ own lists ─ neighbours' lists ─ entry point ─ live
 //! ```
 //!
+//! An insert that may replace goes on where a live record has the id: it links its own record first, and then puts it in
+//! the other's place ([`id_table`]).
+//!
 //! Invariant: after every step the graph is legal. A record is reachable only once it and its lists are complete; a list
 //! changes under its lock, in one write with a checksum; the step to *live* is one COMPARE_SWAP, after which the insert
 //! is acknowledged and before which nobody gets it as an answer. An insert that fails half-way leaves a way point that
 //! is *dead*, or that the next claim of its id makes so.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,19 +22,19 @@ use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use shine_common::ids::{ExternalId, NodeId, RemotePtr};
 use shine_common::layout::{
-    EntryPoint, HEADER_BYTES, LEVEL_MAX, ListView, NodeMeta, NodeState, collection as at_home,
+    EF_MAX, EntryPoint, HEADER_BYTES, LEVEL_MAX, ListView, NodeMeta, NodeState, collection as at_home,
     encode_base_list, encode_upper_list, header, id_words,
 };
 use shine_common::verbs::Verbs;
 use shine_common::wire::{Fault, FaultCode, Receipt};
 use tracing::{debug, warn};
 
-use super::search::{Candidate, ListRef};
+use super::search::{BEAM_GROWTH, Candidate, ListRef};
 use super::select;
 use crate::alloc::Slot;
 use crate::collection::{Collection, Entry};
 use crate::fabric::{Cost, Gather, WriteSet, deadline_exceeded, os_rng};
-use crate::id_table::{self, Claim};
+use crate::id_table::{self, Claim, ReplaceError, Replaced};
 use crate::lock::{self, Guard, HOLD_MAX, Protected};
 use crate::reader::{Reader, VectorStore, parse_list};
 
@@ -69,11 +73,22 @@ impl Levels {
 pub struct Inserted {
     /// The new node.
     pub node: NodeId,
+    /// The record whose place it took.
+    pub replaced: Option<NodeId>,
     /// What it cost.
     pub receipt: Receipt,
 }
 
-/// Adds `vector` under `id`, on a level drawn from `levels`.
+/// What an insert does where a live record has its id.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Existing {
+    /// Nothing: the insert is refused.
+    Keep,
+    /// Takes its place.
+    Replace,
+}
+
+/// Adds `vector` under the new `id`, on a level drawn from `levels`.
 ///
 /// The work runs in a task of its own: whoever waits for it may stop waiting, and it still comes to an end. After
 /// [`FaultCode::DeadlineExceeded`] the id may become visible a little later, or never.
@@ -88,10 +103,35 @@ pub async fn insert<V: Verbs>(
     vector: Vec<u8>,
     deadline: Instant,
 ) -> Result<Inserted, Fault> {
+    put(collection, levels, id, vector, Existing::Keep, deadline).await
+}
+
+/// As [`insert`], and where a live record has `id`, the new one takes its place: at every moment one of the two is live.
+///
+/// # Errors
+/// As [`insert`], but for [`FaultCode::IdExists`].
+pub async fn upsert<V: Verbs>(
+    collection: &Arc<Collection<V>>,
+    levels: &Levels,
+    id: ExternalId,
+    vector: Vec<u8>,
+    deadline: Instant,
+) -> Result<Inserted, Fault> {
+    put(collection, levels, id, vector, Existing::Replace, deadline).await
+}
+
+async fn put<V: Verbs>(
+    collection: &Arc<Collection<V>>,
+    levels: &Levels,
+    id: ExternalId,
+    vector: Vec<u8>,
+    existing: Existing,
+    deadline: Instant,
+) -> Result<Inserted, Fault> {
     collection.admit_ready()?;
     collection.check_vector(&vector)?;
     let level = levels.draw(collection.params().m);
-    let task = tokio::spawn(Insert::new(collection, id, vector, level, deadline).run());
+    let task = tokio::spawn(Insert::new(collection, id, vector, level, deadline).run(existing));
     match tokio::time::timeout_at((deadline + ANSWER_GRACE).into(), task).await {
         Ok(Ok(result)) => result,
         Ok(Err(failure)) => {
@@ -111,6 +151,8 @@ struct Insert<V: Verbs> {
     level: u8,
     /// Every vector that the search has met.
     met: VectorStore,
+    /// Records among them that are dead, and the one that dies when this one takes its place.
+    dead: HashSet<NodeId>,
     receipt: Receipt,
 }
 
@@ -143,11 +185,12 @@ impl<V: Verbs> Insert<V> {
             vector,
             level,
             met: VectorStore::default(),
+            dead: HashSet::new(),
             receipt: Receipt::default(),
         }
     }
 
-    async fn run(mut self) -> Result<Inserted, Fault> {
+    async fn run(mut self, existing: Existing) -> Result<Inserted, Fault> {
         let started = Instant::now();
         let collection = Arc::clone(&self.collection);
         let deadline = self.reader.deadline;
@@ -160,8 +203,12 @@ impl<V: Verbs> Insert<V> {
         };
         // A record whose write is in doubt is not used again: its bytes may arrive late.
         self.write_record(slot, meta).await?;
-        match id_table::claim(&mut self.reader, self.id, slot.node).await {
-            Ok(Claim::Won) => {}
+        let mut is_claimed = match id_table::claim(&mut self.reader, self.id, slot.node).await {
+            Ok(Claim::Won) => true,
+            Ok(Claim::Exists(old)) if existing == Existing::Replace => {
+                self.dead.insert(old);
+                false
+            }
             Ok(Claim::Exists(holder)) => {
                 self.give_back(slot, meta).await;
                 let message =
@@ -169,23 +216,35 @@ impl<V: Verbs> Insert<V> {
                 return Err(Fault::new(FaultCode::IdExists, message));
             }
             Err(fault) => return Err(self.abandon(slot, meta, fault).await),
-        }
+        };
         if let Err(fault) = self.link(slot, meta).await {
             return Err(self.abandon(slot, meta, fault).await);
         }
-        let live = NodeMeta { state: NodeState::Live, ..meta };
-        match self.settle(slot.node, meta, live).await {
-            Ok(true) => {}
-            Ok(false) => {
-                let message = format!(
-                    "the insert of id {} was paused for so long that another took the id over: try again",
-                    self.id
-                );
-                return Err(Fault::new(FaultCode::Unavailable, message));
+        let mut replaced = None;
+        if !is_claimed {
+            match id_table::replace(&mut self.reader, self.id, slot.node, meta).await {
+                Ok(Replaced::Old(old)) => replaced = Some(old),
+                Ok(Replaced::Claimed) => is_claimed = true,
+                Err(ReplaceError::Before(fault)) => return Err(self.abandon(slot, meta, fault).await),
+                // The id may name the record already: it is left for the next claim of the id to finish.
+                Err(ReplaceError::Open(fault)) => return Err(fault),
             }
-            Err(fault) => return Err(self.abandon(slot, meta, fault).await),
         }
-        self.tidy(slot.node).await;
+        if is_claimed {
+            let live = NodeMeta { state: NodeState::Live, ..meta };
+            match self.settle(slot.node, meta, live).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    let message = format!(
+                        "the insert of id {} was paused for so long that another took the id over: try again",
+                        self.id
+                    );
+                    return Err(Fault::new(FaultCode::Unavailable, message));
+                }
+                Err(fault) => return Err(self.abandon(slot, meta, fault).await),
+            }
+            self.tidy(slot.node).await;
+        }
         let cost = self.reader.cost;
         self.receipt.rounds = cost.rounds;
         self.receipt.remote_reads = cost.reads;
@@ -193,7 +252,7 @@ impl<V: Verbs> Insert<V> {
         self.receipt.torn_lists = cost.torn_lists;
         self.receipt.epoch = collection.fabric().epoch().0;
         self.receipt.elapsed_us = started.elapsed().as_micros() as u64;
-        Ok(Inserted { node: slot.node, receipt: self.receipt })
+        Ok(Inserted { node: slot.node, replaced, receipt: self.receipt })
     }
 
     /// Header, vector and empty lists, in one round.
@@ -291,6 +350,7 @@ impl<V: Verbs> Insert<V> {
     ) -> Result<(Entry, Vec<(u8, Vec<Candidate>)>, Option<Guard<V>>), Fault> {
         let collection = Arc::clone(&self.collection);
         let params = collection.params();
+        let (m, mut ef) = (params.m as usize, params.ef_construction as usize);
         let mut alone: Option<Guard<V>> = None;
         let mut few = false;
         loop {
@@ -309,7 +369,7 @@ impl<V: Verbs> Insert<V> {
             }
             let mut levels: Vec<(u8, Vec<Candidate>)> = Vec::new();
             let mut scratch = collection.scratch();
-            scratch.search.reset(entry.point, entry.upper, params.ef_construction as usize, slot.level);
+            scratch.search.reset(entry.point, entry.upper, ef, slot.level);
             self.reader
                 .drive(&mut scratch, &self.vector, Some(&mut self.met), |level, search| {
                     levels.push((level, search.results().to_vec()));
@@ -318,11 +378,44 @@ impl<V: Verbs> Insert<V> {
             let stats = scratch.search.stats();
             self.receipt.hops += stats.hops;
             self.receipt.distances += stats.distances;
-            few = levels.last().is_none_or(|(_, found)| found.len() < params.m as usize);
+            drop(scratch);
+            self.find_dead(&levels).await?;
+            let live = |found: &[Candidate]| found.iter().filter(|c| !self.dead.contains(&c.node())).count();
+            // A beam that is full, with too few live ones, is crowded by dead ones: a wider one sees past them.
+            let beam_max = EF_MAX as usize;
+            if ef < beam_max && levels.iter().any(|(_, found)| found.len() >= ef && live(found) < m) {
+                ef = (ef * BEAM_GROWTH).min(beam_max);
+                continue;
+            }
+            few = levels.last().is_none_or(|(_, found)| live(found) < m);
             if alone.is_some() || !few {
                 return Ok((entry, levels, alone));
             }
         }
+    }
+
+    /// Learns which of the records found are dead. They lead a search on, but a new node that is linked to them alone is
+    /// lost with them, and every link to one is missing to a live record.
+    async fn find_dead(&mut self, levels: &[(u8, Vec<Candidate>)]) -> Result<(), Fault> {
+        let found = levels.iter().flat_map(|(_, found)| found.iter().map(Candidate::node));
+        let mut nodes: Vec<_> = found.filter(|node| !self.dead.contains(node)).collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        let heads = self.reader.headers(&nodes).await?;
+        let heads = nodes.into_iter().zip(heads);
+        self.dead.extend(heads.filter(|(_, head)| head.meta.state == NodeState::Dead).map(|(node, _)| node));
+        Ok(())
+    }
+
+    /// The live ones of `found`, nearest first. Where they are too few, dead ones are among them, nearest first, so that
+    /// the new node is linked at all; too few are all taken, so these do not crowd out any.
+    fn candidates(&self, found: &[Candidate]) -> Vec<Candidate> {
+        let (dead, mut candidates): (Vec<_>, Vec<_>) =
+            found.iter().copied().partition(|candidate| self.dead.contains(&candidate.node()));
+        let missing = (self.collection.params().m as usize - 1).saturating_sub(candidates.len());
+        candidates.extend(dead.into_iter().take(missing));
+        candidates.sort_unstable();
+        candidates
     }
 
     /// Chooses the neighbours on every level and writes the new node's own lists. Nobody can reach them yet, so they need
@@ -333,11 +426,12 @@ impl<V: Verbs> Insert<V> {
         let mut backlinks = Vec::new();
         let mut set = WriteSet::new();
         let mut chosen = Vec::new();
-        for (level, candidates) in levels {
+        for (level, found) in levels {
             let level = *level;
+            let candidates = self.candidates(found);
             let met = &self.met;
             let pair = |a, b| collection.distance().eval(met.vector(a), met.vector(b));
-            select::heuristic(candidates, params.m as usize, 0, pair, &mut chosen);
+            select::heuristic(&candidates, params.m as usize, 0, pair, &mut chosen);
             if level == 0 {
                 let (chunk, at) = collection.place(slot.node).expect("the chunk of a leased slot is known");
                 let nodes: Vec<_> = chosen.iter().map(Candidate::node).collect();
@@ -438,6 +532,10 @@ impl<V: Verbs> Insert<V> {
         }
         entries.push((node, upper));
         let room = self.room(link.level);
+        if entries.len() > room {
+            // Dead ones make room first.
+            entries.retain(|(other, _)| !self.dead.contains(other));
+        }
         if entries.len() > room {
             // What the list gained since the prefetch.
             let missing: Vec<_> = entries

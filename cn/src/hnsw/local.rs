@@ -9,12 +9,17 @@ use shine_common::graph_file::{GraphFile, GraphFileError};
 use shine_common::ids::NodeId;
 use shine_common::metric::{Distance, SimdLevel};
 
-use super::prefetch::prefetch;
+use super::prefetch::{lines, prefetch};
 use super::search::{Candidate, ListRef, Search, SearchStats, Step};
 use super::visited::{DenseVisited, Visited};
 
-/// Vectors that are on their way while one is compared.
-const LOOK_AHEAD: usize = 4;
+/// Cache lines that are on their way while a vector is compared: about what a core can wait for at a time.
+const LINES_AHEAD: usize = 28;
+
+/// Vectors of `bytes` that are on their way while one is compared.
+fn look_ahead(bytes: usize) -> usize {
+    (LINES_AHEAD / lines(bytes)).clamp(2, 16)
+}
 
 /// Where a synchronous driver reads from: a graph and vectors at hand.
 pub(super) trait Source {
@@ -42,6 +47,7 @@ pub(super) fn drive<V: Visited, S: Source>(
     query: &[u8],
     mut level_done: impl FnMut(u8, &[Candidate]),
 ) -> Result<(), S::Error> {
+    let ahead = look_ahead(query.len());
     loop {
         match search.step() {
             Step::Lists => {
@@ -51,14 +57,14 @@ pub(super) fn drive<V: Visited, S: Source>(
                 }
             }
             Step::Vectors => {
-                for node in search.wanted_vectors().iter().take(LOOK_AHEAD) {
+                for node in search.wanted_vectors().iter().take(ahead) {
                     prefetch(source.vector(*node));
                 }
                 if let Some(list) = search.likely_next() {
                     source.prefetch_list(list);
                 }
                 search.feed_distances(|nodes, at| {
-                    if let Some(node) = nodes.get(at + LOOK_AHEAD) {
+                    if let Some(node) = nodes.get(at + ahead) {
                         prefetch(source.vector(*node));
                     }
                     distance.eval(query, source.vector(nodes[at]))

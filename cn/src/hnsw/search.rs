@@ -28,6 +28,9 @@ use shine_common::layout::EntryPoint;
 
 use super::visited::Visited;
 
+/// How much wider a beam is that follows one without enough live records.
+pub(crate) const BEAM_GROWTH: usize = 4;
+
 /// A node at a distance from the query. Ordered by (distance, node).
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
@@ -267,17 +270,28 @@ impl<V: Visited> Search<V> {
     /// # Panics
     /// If lists are not fed in the order of [`Self::wanted_lists`], each once.
     #[inline]
-    pub fn feed_list(&mut self, at: usize, entries: impl IntoIterator<Item = (NodeId, u32)>) {
+    pub fn feed_list<I>(&mut self, at: usize, entries: I)
+    where
+        I: IntoIterator<Item = (NodeId, u32), IntoIter: ExactSizeIterator>,
+    {
         assert!(
             self.phase == Phase::AwaitLists && at == self.lists_fed && at < self.wanted_lists.len(),
             "lists are fed in order, each once"
         );
         self.lists_fed += 1;
+        // Without a branch on what was met before: that is a coin toss, and a wrong guess costs half a distance.
+        let entries = entries.into_iter();
+        let mut end = self.wanted_vectors.len();
+        let room = end + entries.len();
+        self.wanted_vectors.resize(room, NodeId(0));
+        self.wanted_uppers.resize(room, 0);
         for (node, upper) in entries {
-            if self.visited.insert(node) {
-                self.want(node, upper);
-            }
+            (self.wanted_vectors[end], self.wanted_uppers[end]) = (node, upper);
+            end += usize::from(self.visited.insert(node));
         }
+        self.wanted_vectors.truncate(end);
+        self.wanted_uppers.truncate(end);
+        self.keys.resize(end, MISSING);
     }
 
     /// Feeds the distance of the `at`-th wanted vector. NaN is farther than everything.

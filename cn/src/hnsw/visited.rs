@@ -41,11 +41,9 @@ impl Visited for DenseVisited {
     #[inline]
     fn insert(&mut self, node: NodeId) -> bool {
         match self.tags.get_mut(node.0 as usize) {
-            Some(tag) if *tag != self.epoch => {
-                *tag = self.epoch;
-                true
-            }
-            _ => false,
+            // Stored also where it is there already: who asks has no branch to guess.
+            Some(tag) => std::mem::replace(tag, self.epoch) != self.epoch,
+            None => false,
         }
     }
 }

@@ -2,7 +2,9 @@
 
 mod faults;
 mod graph;
+mod http;
 mod load;
 mod node;
 mod quic;
+mod replace;
 mod support;

@@ -88,7 +88,8 @@ impl Control {
         *self.tear.lock() = (len as u32, times);
     }
 
-    fn is_dead(&self) -> bool {
+    /// Whether the last verb that was allowed has gone through.
+    pub(crate) fn is_dead(&self) -> bool {
         *self.budget.lock() == Some(0)
     }
 

@@ -34,6 +34,9 @@ pub(super) struct Ready {
     pub(super) name: String,
     /// Where it listens.
     pub(super) addr: SocketAddr,
+    /// Where its HTTP API is called.
+    #[serde(default)]
+    pub(super) http: Option<String>,
 }
 
 /// Whether a child ends with us.

@@ -17,6 +17,8 @@ const PURE: &[&str] = &[
     "cn/src/hnsw/search.rs",
     "cn/src/hnsw/select.rs",
     "cn/src/hnsw/visited.rs",
+    "cn/src/http/fields.rs",
+    "cn/src/http/qdrant.rs",
     "common/src/ids.rs",
     "common/src/layout.rs",
     "common/src/metric",
