@@ -523,7 +523,8 @@ mod tests {
                         let want = search.wanted_lists()[at];
                         assert!(want.level == 0 || want.upper == upper_of(want.node.0), "{want:?}");
                         let list = graph.lists[usize::from(want.level)].get(&want.node.0);
-                        search.feed_list(at, list.into_iter().flatten().map(|n| (NodeId(*n), upper_of(*n))));
+                        let list = list.map_or(&[][..], Vec::as_slice);
+                        search.feed_list(at, list.iter().map(|n| (NodeId(*n), upper_of(*n))));
                     }
                 }
                 Step::Vectors => {
