@@ -162,6 +162,7 @@ def main(url, folder):
     assert "no collection 'nowhere'" in refused(404, lambda: client.query_points("nowhere", query=fresh))
     again = models.VectorParams(size=dim, distance=euclid)
     assert "exists" in refused(409, lambda: client.create_collection("words", vectors_config=again))
+    assert "1 to 64" in refused(400, lambda: client.create_collection("a.b", vectors_config=again))
     named = {"image": again}
     assert "vectors" in refused(400, lambda: client.create_collection("named", vectors_config=named))
 

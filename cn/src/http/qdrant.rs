@@ -64,11 +64,12 @@ pub(super) fn score(metric: Metric, distance: f32) -> f32 {
     }
 }
 
-/// Whether a score is at least as good as the threshold.
+/// Whether a score is at least as good as the threshold. A score that was answered passes itself: printed as the shortest
+/// number that means it in single precision, it comes back as another one in double.
 pub(super) fn passes(metric: Metric, score: f32, threshold: Option<f64>) -> bool {
-    threshold.is_none_or(|threshold| match metric {
-        Metric::L2 => f64::from(score) <= threshold,
-        Metric::Ip | Metric::Cosine => f64::from(score) >= threshold,
+    threshold.map(|threshold| threshold as f32).is_none_or(|threshold| match metric {
+        Metric::L2 => score <= threshold,
+        Metric::Ip | Metric::Cosine => score >= threshold,
     })
 }
 
@@ -746,6 +747,8 @@ mod tests {
         assert_eq!((score(Metric::Ip, -3.0), score(Metric::Cosine, 0.25)), (3.0, 0.75));
         assert!(score(Metric::Ip, 0.0).is_sign_positive());
         assert!(passes(Metric::L2, 1.0, Some(1.0)) && !passes(Metric::L2, 1.1, Some(1.0)));
+        // 0.1 in single precision is more than 0.1 in double.
+        assert!(passes(Metric::L2, 0.1, Some(0.1)));
         assert!(passes(Metric::Cosine, 0.9, Some(0.5)) && !passes(Metric::Ip, 0.4, Some(0.5)));
     }
 }

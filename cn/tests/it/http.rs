@@ -237,15 +237,6 @@ async fn what_is_wrong_is_named_and_nothing_is_half_done() {
         .refused("POST", &format!("{points}/delete"), r#"{"points":[1]}"#, 501, "cannot be deleted yet")
         .await;
     served.refused("POST", "/collections/d/points/query", r#"{"query":9}"#, 404, "no collection 'd'").await;
-    served
-        .refused(
-            "PUT",
-            "/collections/a%20b",
-            r#"{"vectors":{"size":2,"distance":"Dot"}}"#,
-            400,
-            "collection name",
-        )
-        .await;
     served.refused("PUT", "/collections/%ff", r#"{"vectors":{"size":2,"distance":"Dot"}}"#, 400, "").await;
     served.refused("PUT", "/collections/d?timeout=0", "{}", 400, "vectors: missing").await;
     served.refused("PATCH", "/collections/c", "{}", 405, "PATCH is not offered").await;
