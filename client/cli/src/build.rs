@@ -75,6 +75,9 @@ struct Built {
     builder: String,
     threads: u32,
     build_seconds: f64,
+    /// What the build took beside the vectors, by its own builder alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_bytes: Option<u64>,
 }
 
 /// Builds a graph file.
@@ -112,6 +115,8 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
         builder: info.build.builder.clone(),
         threads: info.build.threads,
         build_seconds: info.build.seconds,
+        memory_bytes: (args.builder == Builder::Native)
+            .then(|| build::memory_bytes(info.rows.into(), &options)),
     };
     out.print(&built, |built| {
         facts(&[
@@ -127,6 +132,12 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
             (
                 "built",
                 format!("in {:.1} s by {} on {} threads", built.build_seconds, built.builder, built.threads),
+            ),
+            (
+                "memory",
+                built.memory_bytes.map_or("not known".into(), |beside| {
+                    format!("about {} beside the vectors, which are mapped from the file", bytes(beside))
+                }),
             ),
         ])
     })

@@ -178,6 +178,8 @@ fn build_writes_a_graph_file_and_says_what_is_in_it() {
         ("m", 8.into()),
         ("ef_construction", 200.into()),
         ("builder", "native".into()),
+        // 300 × (8·17 + 10 + 2) and 43 upper lists of 72 bytes.
+        ("memory_bytes", 47_496.into()),
     ] {
         assert_eq!(built[field], expected, "{field} in {built}");
     }
@@ -187,7 +189,9 @@ fn build_writes_a_graph_file_and_says_what_is_in_it() {
     assert_eq!(std::fs::read(dir.path().join("g.graph")).unwrap(), first);
     let plain = run(dir.path(), &[&build[..], &["--rows", "100", "--force"]].concat());
     assert_eq!((plain.code, plain.stderr.as_str()), (0, ""), "{plain:?}");
-    assert!(plain.stdout.contains("100 of 8 x f32, l2"), "{plain:?}");
+    for part in ["100 of 8 x f32, l2", "15.5 KiB beside the vectors"] {
+        assert!(plain.stdout.contains(part), "{part} in {plain:?}");
+    }
     let peer = ["build", "base.fbin", "--metric", "ip", "--builder", "hnsw_rs", "--out", "p.graph", "--json"];
     assert_eq!(json(&run(dir.path(), &peer))["builder"], "hnsw_rs");
 }
