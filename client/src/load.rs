@@ -1,7 +1,8 @@
-//! Loading a graph file: the pieces of the file go to one compute node, a few at a time.
+//! Loading a graph file: the pieces of the file go to one compute node, a few at a time. When that node is lost, another
+//! goes on where it stopped.
 //!
 //! Invariant: at most [`IN_FLIGHT`] pieces of at most [`PIECE_BYTES_MAX`] bytes are in memory, whatever the size of
-//! the file; and a load that does not succeed is given up at the node, so that no half collection stays.
+//! the file; and a collection that is not whole cannot be searched.
 
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -28,6 +29,8 @@ const PIECE_BYTES: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 12 << 20;
 /// Pause before a piece that the node had no room for is sent again.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Times that a load is resumed without a piece having been stored in between.
+const STALLS_MAX: u32 = 3;
 /// Time for giving up a load.
 const ABORT_WITHIN: Duration = Duration::from_secs(5);
 
@@ -42,6 +45,9 @@ pub struct LoadOptions {
     pub memory_nodes: Vec<String>,
     /// Rows to plan for; at least those of the file.
     pub capacity: u64,
+    /// Go on with a load of this file that was broken off. There being none, or no collection, it begins; all being
+    /// there, nothing is done.
+    pub resume: bool,
 }
 
 /// Progress of a load.
@@ -64,53 +70,68 @@ impl Client {
     /// Loads a graph file into a new collection and makes it searchable. `progress` hears of every piece, and breaks
     /// the load off by returning [`ControlFlow::Break`].
     ///
+    /// A load that is broken off, here or by a fault that lasts, leaves what is stored in a collection that cannot be
+    /// searched yet: [`LoadOptions::resume`] goes on with it, [`Client::drop_collection`] frees it.
+    ///
     /// The file is taken as it is: open it with [`shine_common::graph_file::Check::Checksums`] and call
     /// [`GraphFile::verify`] unless its maker is trusted.
     ///
     /// # Errors
-    /// `CollectionExists` unless [`LoadOptions::replace`]; `RegionFull` if the graph does not fit; also if the compute
-    /// node that loads is lost. The collection is gone then.
+    /// `CollectionExists` unless [`LoadOptions::replace`], and with [`LoadOptions::resume`] if it is not a load of this
+    /// file; `RegionFull` if the graph does not fit. After that, and if the file is wrong, no collection is left.
     pub async fn load(
         &self,
         graph: &GraphFile,
         options: &LoadOptions,
         mut progress: impl FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<CollectionInfo, ClientError> {
-        let info = graph.info();
-        let begin = CnRequest::LoadBegin {
-            spec: CollectionSpec {
-                name: options.collection.clone(),
-                dtype: info.dtype,
-                metric: info.metric,
-                dim: info.dim,
-                m: info.m,
-                ef_construction: info.ef_construction,
-                capacity: options.capacity.max(info.rows.into()),
-                memory_nodes: options.memory_nodes.clone(),
-                loading: true,
-            },
-            nodes: info.rows,
-            upper_slots: info.upper_slots,
-            replace: options.replace,
-        };
+        let (mut begin, mut is_resumed, mut stalls, mut most) = (begin(graph, options), options.resume, 0, 0);
         let what = || format!("the creation of collection '{}'", options.collection);
-        let (peer, answer) = self.courier().tell(&begin, self.admin_deadline(), what).await?;
-        let CnResponse::Loading { load, params } = answer else {
-            return Err(unexpected(&peer, "the number of a load"));
-        };
-        let outcome = match check_shape(graph, &params) {
-            Ok(()) => self.send_all(graph, &params, &peer, load, &mut progress).await,
-            Err(error) => Err(error),
-        };
-        match outcome {
-            Ok(()) => self.stats(&options.collection).await,
-            Err(error) => {
+        loop {
+            let (peer, answer) = match self.courier().tell(&begin, self.admin_deadline(), what).await {
+                Ok(answered) => answered,
+                // To resume twice is as good as once.
+                Err(ClientError::OutcomeUnknown { .. }) if is_resumed && stalls + 1 < STALLS_MAX => {
+                    stalls += 1;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let (load, params, stored) = match answer {
+                CnResponse::Loading { load, params, nodes_done, upper_done } => {
+                    (load, params, (nodes_done, upper_done))
+                }
+                CnResponse::Done => return self.stats(&options.collection).await,
+                _ => return Err(unexpected(&peer, "the number of a load")),
+            };
+            if let Err(error) = check_shape(graph, &params) {
                 let abort = CnRequest::LoadAbort { load };
                 let deadline = Instant::now() + ABORT_WITHIN;
                 if let Err(fault) = self.courier().call(&peer, &abort, deadline).await {
-                    tracing::debug!(%peer, ?fault, "could not give up a load: its node will");
+                    tracing::debug!(%peer, ?fault, "could not give up a load");
                 }
-                Err(error)
+                return Err(error);
+            }
+            let mut reached = 0;
+            let mut tell = |at: LoadProgress| {
+                reached = at.done;
+                progress(at)
+            };
+            match self.send_all(graph, &params, &peer, load, stored, &mut tell).await {
+                Ok(()) => return self.stats(&options.collection).await,
+                Err(error) if is_passing(&error) => {
+                    stalls = if reached > most { 0 } else { stalls + 1 };
+                    most = most.max(reached);
+                    if stalls == STALLS_MAX {
+                        return Err(error);
+                    }
+                    tracing::warn!(%peer, %error, "a load broke off: resuming it");
+                    is_resumed = true;
+                    if let CnRequest::LoadBegin { resume, replace, .. } = &mut begin {
+                        (*resume, *replace) = (true, false);
+                    }
+                }
+                Err(error) => return Err(error),
             }
         }
     }
@@ -121,13 +142,16 @@ impl Client {
         params: &CollectionParams,
         peer: &Arc<Peer>,
         load: u64,
+        stored: (u32, u32),
         progress: &mut impl FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), ClientError> {
-        let phases = pieces(graph.rows(), graph.info().upper_slots, params);
-        let total = phases.iter().flatten().map(|piece| piece_bytes(piece, params)).sum();
-        let mut done = 0;
+        let (rows, slots) = (graph.rows(), graph.info().upper_slots);
+        let bytes = |nodes, upper| {
+            piece_bytes(&Piece::Nodes(0..nodes), params) + piece_bytes(&Piece::Upper(0..upper), params)
+        };
+        let (mut done, total) = (bytes(stored.0, stored.1), bytes(rows, slots));
         // The node holds upper lists against the nodes that they name, so all nodes go first.
-        for pieces in phases {
+        for pieces in pieces(stored.0..rows, stored.1..slots, params) {
             let mut sent = stream::iter(pieces)
                 .map(|piece| async move {
                     let bytes = piece_bytes(&piece, params);
@@ -162,6 +186,40 @@ impl Client {
     }
 }
 
+fn begin(graph: &GraphFile, options: &LoadOptions) -> CnRequest {
+    let info = graph.info();
+    CnRequest::LoadBegin {
+        spec: CollectionSpec {
+            name: options.collection.clone(),
+            dtype: info.dtype,
+            metric: info.metric,
+            dim: info.dim,
+            m: info.m,
+            ef_construction: info.ef_construction,
+            capacity: options.capacity.max(info.rows.into()),
+            memory_nodes: options.memory_nodes.clone(),
+            loading: true,
+        },
+        nodes: info.rows,
+        upper_slots: info.upper_slots,
+        replace: options.replace,
+        file: graph.fingerprint(),
+        resume: options.resume,
+    }
+}
+
+/// Whether another node, or the same one later, may go on with a load that broke off so.
+fn is_passing(error: &ClientError) -> bool {
+    match error {
+        ClientError::Unreachable { .. } => true,
+        // Not found: the load, at a node that was restarted.
+        ClientError::Fault { fault, .. } => {
+            matches!(fault.code, FaultCode::Unavailable | FaultCode::StaleEpoch | FaultCode::NotFound)
+        }
+        _ => false,
+    }
+}
+
 /// Whether the file's strides are those of the collection.
 fn check_shape(graph: &GraphFile, params: &CollectionParams) -> Result<(), ClientError> {
     let ours = graph.params();
@@ -178,7 +236,7 @@ fn check_shape(graph: &GraphFile, params: &CollectionParams) -> Result<(), Clien
 }
 
 /// Cuts the file: whole chunks of nodes where they are small enough, then upper lists.
-fn pieces(nodes: u32, upper_slots: u32, params: &CollectionParams) -> [Vec<Piece>; 2] {
+fn pieces(nodes: Range<u32>, upper_slots: Range<u32>, params: &CollectionParams) -> [Vec<Piece>; 2] {
     let per_piece = |item_bytes: u64, unit: u32| {
         let target = PIECE_BYTES / item_bytes / u64::from(unit) * u64::from(unit);
         let most = (PIECE_BYTES_MAX / item_bytes).max(1);
@@ -186,8 +244,9 @@ fn pieces(nodes: u32, upper_slots: u32, params: &CollectionParams) -> [Vec<Piece
     };
     let node_step = per_piece(node_bytes(params), params.slots);
     let upper_step = per_piece(params.upper_stride(), shine_common::layout::UPPER_SLOTS);
-    let cut = |count: u32, step: u32| {
-        (0..count).step_by(step as usize).map(move |first| first..count.min(first.saturating_add(step)))
+    let cut = |items: Range<u32>, step: u32| {
+        let end = items.end;
+        items.step_by(step as usize).map(move |first| first..end.min(first.saturating_add(step)))
     };
     [
         cut(nodes, node_step).map(Piece::Nodes).collect(),
@@ -247,7 +306,7 @@ mod tests {
         ] {
             let params = CollectionParams::new(dtype, Metric::L2, dim, m, 200, 1_000, 3).unwrap();
             let (mut next_node, mut next_upper) = (0, 0);
-            for piece in pieces(nodes, upper, &params).into_iter().flatten() {
+            for piece in pieces(0..nodes, 0..upper, &params).into_iter().flatten() {
                 let bytes = piece_bytes(&piece, &params);
                 assert!(bytes <= PIECE_BYTES_MAX.max(node_bytes(&params)) && bytes < MESSAGE_MAX as u64);
                 match piece {

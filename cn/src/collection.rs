@@ -155,11 +155,7 @@ impl<V: Verbs> Collection<V> {
             // What the first queries would otherwise ask for, a round each.
             let mut cost = Cost::default();
             let rooms = Rooms::read(&collection, deadline, &mut cost).await?;
-            for table in [Table::Nodes, Table::Upper] {
-                let (_, max, _) = collection.table(table);
-                let count = rooms.count(table).min(max.into()) as u32;
-                collection.read_table(table, count, deadline, &mut cost).await?;
-            }
+            collection.read_tables(&rooms, deadline, &mut cost).await?;
             collection.refresh_entry(deadline, &mut cost).await?;
         }
         Ok(collection)
@@ -685,6 +681,21 @@ impl<V: Verbs> Collection<V> {
                 Err(trouble) => retry.after(&self.fabric, routes.epoch(), trouble, true).await?,
             }
         }
+    }
+
+    /// Reads both chunk tables whole.
+    pub(crate) async fn read_tables(
+        &self,
+        rooms: &Rooms,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<(), Fault> {
+        for table in [Table::Nodes, Table::Upper] {
+            let (_, max, _) = self.table(table);
+            let count = rooms.count(table).min(max.into()) as u32;
+            self.read_table(table, count, deadline, cost).await?;
+        }
+        Ok(())
     }
 
     /// Makes all of the first `count` chunks known that are there.

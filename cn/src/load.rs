@@ -3,11 +3,16 @@
 //!
 //! ```text
 //! begin: create (loading), allocate all chunks ─▶ nodes … ─▶ upper lists … ─▶ end: entry point, ready
-//!                                                 └─ anything wrong, aborted or idle too long ─▶ dropped
+//!                                                 ├─ a wrong piece, or aborted ─▶ dropped
+//!                                                 └─ idle too long, or its node is gone ─▶ left, until somebody resumes
 //! ```
 //!
+//! How far it is stands in remote memory: the file's fingerprint, and how many nodes and upper lists are there, counted
+//! from the first without a gap. Whoever resumes has the rest sent again: a piece may be written any number of times.
+//!
 //! Invariant: node numbers are rows of the file, so one file gives the same numbers everywhere; a collection becomes
-//! searchable only when all of the file is there.
+//! searchable only when all of the file is there; and one node at a time loads it, since pieces enter ids without locks.
+//! Regions name the loader's sessions, and only once these are dead another node resumes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -16,26 +21,30 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rand::RngExt as _;
-use shine_common::ids::{ExternalId, NodeId, RemotePtr};
+use shine_common::ids::{CollectionId, ExternalId, NodeId, RegionId, RemotePtr, SessionId};
 use shine_common::layout::{
     CollectionParams, EntryPoint, HEADER_BYTES, ListView, NodeMeta, NodeState, UPPER_SLOTS,
-    collection as at_home, header, id_words,
+    collection as at_home, header, id_words, region as in_region,
 };
 use shine_common::verbs::{BATCH_BYTES_MAX, Verbs};
-use shine_common::wire::{CollectionSpec, CollectionState, Fault, FaultCode, OracleRequest};
-use tracing::{info, warn};
+use shine_common::wire::{
+    Collection as MapEntry, CollectionSpec, CollectionState, Fault, FaultCode, OracleRequest,
+};
+use tracing::{debug, info, warn};
 
 use crate::alloc::Rooms;
 use crate::catalogue::Catalogue;
-use crate::collection::{Collection, Entry, Options, Table, first_not_finite};
-use crate::fabric::{Cost, Fabric, WriteSet, os_rng};
+use crate::collection::{Collection, Entry, Options, Table, corrupt, first_not_finite, word};
+use crate::fabric::{Cost, Fabric, Gather, WriteSet, os_rng};
 use crate::id_table::{self, DuplicateId};
 use crate::reader::Reader;
 
 /// Most loads at a time on one compute node.
 pub const LOADS_MAX: usize = 4;
-/// A load that nothing came for in this time is given up.
+/// A load that nothing came for in this time is let go; it can be resumed.
 pub const IDLE_MAX: Duration = Duration::from_secs(60);
+/// Records that are asked for at once when a load is resumed.
+const HEADERS_BATCH: u32 = 16_384;
 /// Most bytes that one round of writes carries.
 const ROUND_BYTES: usize = 4 * BATCH_BYTES_MAX;
 
@@ -52,8 +61,10 @@ struct Coverage {
 }
 
 impl Coverage {
-    fn new(total: u32) -> Self {
-        Self { total, stretches: BTreeMap::new() }
+    /// The first `done` have come.
+    fn new(total: u32, done: u32) -> Self {
+        let stretches = if done > 0 { BTreeMap::from([(0, done)]) } else { BTreeMap::new() };
+        Self { total, stretches }
     }
 
     /// Adds a stretch; `false` if part of it was there already or is out of range.
@@ -108,17 +119,28 @@ struct Tall {
     level: u8,
 }
 
+/// Of one kind of items: which have come, and which are written.
+#[derive(Debug)]
+struct Part {
+    came: Coverage,
+    written: Coverage,
+}
+
+impl Part {
+    fn new(total: u32, done: u32) -> Self {
+        Self { came: Coverage::new(total, done), written: Coverage::new(total, done) }
+    }
+}
+
 #[derive(Debug)]
 struct Progress {
-    nodes: Coverage,
-    upper: Coverage,
+    nodes: Part,
+    upper: Part,
     /// By upper index: one entry per node above level 0, a sixteenth of all at m = 16.
     tall: BTreeMap<u32, Tall>,
     last_piece: Instant,
     /// Pieces that are being written.
     at_work: u32,
-    /// Nodes whose piece is written: upper lists are checked against what these have said.
-    nodes_written: u32,
     is_over: bool,
 }
 
@@ -128,6 +150,8 @@ pub struct Load<V> {
     collection: Arc<Collection<V>>,
     nodes: u32,
     upper_slots: u32,
+    /// This node's sessions, as the regions name them.
+    sessions: Vec<(RegionId, SessionId)>,
     progress: Mutex<Progress>,
     /// The id table, which pieces fill one after another, with the room that its overflow is taken from.
     ids: tokio::sync::Mutex<Rooms>,
@@ -148,6 +172,28 @@ pub struct NodesPiece {
     pub lists: Vec<u8>,
 }
 
+/// The file that is loaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Source {
+    /// Its fingerprint ([`shine_common::graph_file::GraphFile::fingerprint`]).
+    pub file: u64,
+    /// Nodes.
+    pub nodes: u32,
+    /// Upper slots.
+    pub upper_slots: u32,
+}
+
+/// What there is to resume.
+#[derive(Debug)]
+pub enum Resumed<V> {
+    /// The rest of the file.
+    Rest(Load<V>),
+    /// Nothing: all of it is loaded.
+    Whole,
+    /// Everything: memory for it was not taken. The collection is to be made anew.
+    Nothing,
+}
+
 impl<V: Verbs> Load<V> {
     /// Creates the collection and takes memory for all of the file.
     ///
@@ -157,38 +203,171 @@ impl<V: Verbs> Load<V> {
         fabric: Arc<Fabric<V>>,
         catalogue: Arc<dyn Catalogue>,
         mut spec: CollectionSpec,
-        nodes: u32,
-        upper_slots: u32,
+        source: Source,
         options: Options,
         deadline: Instant,
     ) -> Result<Self, Fault> {
-        if nodes == 0 {
-            return Err(bad("a graph file has at least one node"));
+        let Source { nodes, upper_slots, file } = source;
+        if nodes == 0 || file == 0 {
+            return Err(bad("a graph file has at least one node, and a fingerprint"));
         }
         spec.loading = true;
         spec.capacity = spec.capacity.max(nodes.into());
         let collection = Collection::create(fabric, catalogue, spec, options, deadline).await?;
-        let progress = Progress {
-            nodes: Coverage::new(nodes),
-            upper: Coverage::new(upper_slots),
-            tall: BTreeMap::new(),
-            last_piece: Instant::now(),
-            at_work: 0,
-            nodes_written: 0,
-            is_over: false,
+        let begun = async {
+            let rooms = allocate(&collection, nodes, upper_slots, deadline).await?;
+            let load = Self::new(&collection, source, rooms, (0, 0), BTreeMap::new(), NO_SESSION, deadline).await?;
+            let mut set = WriteSet::new();
+            set.push_word(collection.home_at(at_home::LOAD_FILE), file);
+            collection.write(&set, deadline, &mut Cost::default()).await?;
+            info!(collection = collection.name(), nodes, "load begun");
+            Ok(load)
         };
-        match allocate(&collection, nodes, upper_slots, deadline).await {
-            Ok(rooms) => Ok(Self {
-                collection,
-                nodes,
-                upper_slots,
-                progress: Mutex::new(progress),
-                ids: tokio::sync::Mutex::new(rooms),
-            }),
+        match begun.await {
+            Ok(load) => Ok(load),
             Err(fault) => {
                 drop_collection(&collection, deadline).await;
                 Err(fault)
             }
+        }
+    }
+
+    /// Goes on with a load of `source` into the collection that `entry` of the map describes.
+    ///
+    /// # Errors
+    /// [`FaultCode::Unavailable`] while another compute node that is alive loads it, [`FaultCode::CollectionExists`] if
+    /// it is not a load of that file, and what memory nodes say.
+    pub async fn resume(
+        fabric: Arc<Fabric<V>>,
+        catalogue: Arc<dyn Catalogue>,
+        entry: &MapEntry,
+        source: Source,
+        options: Options,
+        deadline: Instant,
+    ) -> Result<Resumed<V>, Fault> {
+        let not_ours = || {
+            let message = format!(
+                "collection '{}' exists already, and not by a load of this file: there is nothing to resume",
+                entry.name
+            );
+            Fault::new(FaultCode::CollectionExists, message)
+        };
+        if entry.state == CollectionState::Creating {
+            return Err(not_ours());
+        }
+        let collection = Collection::open(fabric, catalogue, entry, options, deadline).await?;
+        let mut cost = Cost::default();
+        let mut gather = Gather::new();
+        for at in [at_home::LOAD_FILE, at_home::LOAD_NODES, at_home::LOAD_UPPER] {
+            gather.push(collection.home_at(at), 8);
+        }
+        collection.gather(&mut gather, deadline, &mut cost).await?;
+        let [file, nodes_done, upper_done] = [0, 1, 2].map(|i| word(gather.get(i), 0));
+        if entry.state == CollectionState::Loading && file == 0 {
+            return Ok(Resumed::Nothing);
+        }
+        if file != source.file {
+            return Err(not_ours());
+        }
+        if entry.state == CollectionState::Ready {
+            return Ok(Resumed::Whole);
+        }
+        let within = |done: u64, all: u32| u32::try_from(done).ok().filter(|done| *done <= all);
+        let done = within(nodes_done, source.nodes).zip(within(upper_done, source.upper_slots));
+        let done = done.ok_or_else(|| {
+            corrupt(format!(
+                "collection '{}' says that {nodes_done} nodes and {upper_done} upper lists of a file with {} and {} \
+                 are loaded",
+                collection.name(),
+                source.nodes,
+                source.upper_slots
+            ))
+        })?;
+        let loader = expect_no_other_loader(&collection, deadline, &mut cost).await?;
+        let rooms = Rooms::read(&collection, deadline, &mut cost).await?;
+        collection.read_tables(&rooms, deadline, &mut cost).await?;
+        let tall = read_tall(&collection, done.0, deadline).await?;
+        let load = Self::new(&collection, source, rooms, done, tall, loader, deadline).await?;
+        info!(collection = collection.name(), nodes = done.0, upper_lists = done.1, "load resumed");
+        Ok(Resumed::Rest(load))
+    }
+
+    /// A load of which the first nodes and upper lists are `done`. Its regions then name this node's sessions; of several
+    /// nodes that take it over from `loader` one succeeds.
+    async fn new(
+        collection: &Arc<Collection<V>>,
+        source: Source,
+        rooms: Rooms,
+        done: (u32, u32),
+        tall: BTreeMap<u32, Tall>,
+        loader: SessionId,
+        deadline: Instant,
+    ) -> Result<Self, Fault> {
+        let mut cost = Cost::default();
+        let mut sessions = Vec::new();
+        let mut set = WriteSet::new();
+        for region in collection.regions() {
+            let at = RemotePtr::new(region, in_region::LOADER);
+            let session = collection.session_number(at, deadline).await?;
+            sessions.push((region, session));
+            set.push_word(at, session.0.into());
+        }
+        // The home region's decides.
+        let at = collection.home_at(in_region::LOADER);
+        let (old, own) = (u64::from(loader.0), u64::from(sessions[0].1.0));
+        if collection.compare_swap(at, old, own, deadline, &mut cost).await? != old {
+            return Err(loaded_elsewhere(collection));
+        }
+        collection.write(&set, deadline, &mut cost).await?;
+        Ok(Self {
+            collection: Arc::clone(collection),
+            nodes: source.nodes,
+            upper_slots: source.upper_slots,
+            sessions,
+            progress: Mutex::new(Progress {
+                nodes: Part::new(source.nodes, done.0),
+                upper: Part::new(source.upper_slots, done.1),
+                tall,
+                last_piece: Instant::now(),
+                at_work: 0,
+                is_over: false,
+            }),
+            ids: tokio::sync::Mutex::new(rooms),
+        })
+    }
+
+    /// Nodes and upper lists that are stored, from the first on.
+    pub fn done(&self) -> (u32, u32) {
+        let progress = self.progress.lock();
+        (progress.nodes.written.first_missing(), progress.upper.written.first_missing())
+    }
+
+    /// Whether this node still has the sessions that the regions name. Otherwise another node may have resumed.
+    async fn confirm_sessions(&self, deadline: Instant) -> Result<(), Fault> {
+        for (region, session) in &self.sessions {
+            let at = RemotePtr::new(*region, in_region::LOADER);
+            if self.collection.session_number(at, deadline).await? != *session {
+                return Err(Fault::new(
+                    FaultCode::Unavailable,
+                    format!(
+                        "the load of '{}' lost its session on the memory node of {region}: resume it",
+                        self.collection.name()
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes down how far the load is. Should that fail, or an older count land later, whoever resumes sends more again
+    /// than is needed.
+    async fn note(&self, deadline: Instant) {
+        let (nodes, upper) = self.done();
+        let mut set = WriteSet::new();
+        set.push_word(self.collection.home_at(at_home::LOAD_NODES), nodes.into());
+        set.push_word(self.collection.home_at(at_home::LOAD_UPPER), upper.into());
+        if let Err(fault) = self.collection.write(&set, deadline, &mut Cost::default()).await {
+            debug!(collection = self.collection.name(), %fault, "how far a load is was not written down");
         }
     }
 
@@ -210,33 +389,32 @@ impl<V: Verbs> Load<V> {
         let tall = self.check_nodes(&piece)?;
         let range = piece.first..piece.first + piece.metas.len() as u32;
         let _at_work = self.enter(|progress| {
-            if progress.nodes.add(range.clone()) {
+            if progress.nodes.came.add(range.clone()) {
                 Ok(())
             } else {
                 Err(bad(format!("nodes {} to {} came twice", range.start, range.end - 1)))
             }
         })?;
         let written = self.write_nodes(&piece, deadline).await;
-        let mut progress = self.progress.lock();
-        match written {
-            Ok(()) => {
-                for (upper, node) in tall {
-                    if let Some(other) = progress.tall.insert(upper, node) {
-                        return Err(bad(format!(
-                            "nodes {} and {} share upper index {upper}",
-                            other.node, node.node
-                        )));
-                    }
+        {
+            let mut progress = self.progress.lock();
+            if let Err(fault) = written {
+                progress.nodes.came.remove(range);
+                return Err(fault);
+            }
+            for (upper, node) in tall {
+                if let Some(other) = progress.tall.insert(upper, node) {
+                    return Err(bad(format!(
+                        "nodes {} and {} share upper index {upper}",
+                        other.node, node.node
+                    )));
                 }
-                progress.nodes_written += piece.metas.len() as u32;
-                self.collection.fabric().counters.loaded_nodes.add(piece.metas.len() as u64);
-                Ok(())
             }
-            Err(fault) => {
-                progress.nodes.remove(range);
-                Err(fault)
-            }
+            progress.nodes.written.add(range);
         }
+        self.collection.fabric().counters.loaded_nodes.add(piece.metas.len() as u64);
+        self.note(deadline).await;
+        Ok(())
     }
 
     /// Everything about a piece that can be said without memory. Its nodes above level 0, by upper index.
@@ -344,6 +522,7 @@ impl<V: Verbs> Load<V> {
         }
         let ids: Vec<_> = (0..count).map(|i| (id_of(piece, i), NodeId(piece.first + i as u32))).collect();
         let mut rooms = self.ids.lock().await;
+        self.confirm_sessions(deadline).await?;
         let mut reader = Reader::new(&self.collection, deadline);
         let claimed = id_table::bulk_claim(&mut reader, &ids, &mut rooms).await?;
         claimed.map_err(|DuplicateId { id, first, second }| {
@@ -368,25 +547,28 @@ impl<V: Verbs> Load<V> {
         }
         let range = first..end as u32;
         let _at_work = self.enter(|progress| {
-            if progress.nodes_written < self.nodes {
-                let written = progress.nodes_written;
-                return Err(bad(format!(
-                    "upper lists come after all nodes; {written} of {} are there",
-                    self.nodes
-                )));
+            if !progress.nodes.written.is_complete() {
+                let missing = progress.nodes.written.first_missing();
+                return Err(bad(format!("upper lists come after all nodes; node {missing} is not there")));
             }
             self.check_upper(first, lists, &progress.tall)?;
-            if progress.upper.add(range.clone()) {
+            if progress.upper.came.add(range.clone()) {
                 Ok(())
             } else {
                 Err(bad(format!("upper lists {} to {} came twice", range.start, range.end - 1)))
             }
         })?;
         let written = self.write_upper(first, lists, deadline).await;
-        if written.is_err() {
-            self.progress.lock().upper.remove(range);
+        {
+            let mut progress = self.progress.lock();
+            if let Err(fault) = written {
+                progress.upper.came.remove(range);
+                return Err(fault);
+            }
+            progress.upper.written.add(range);
         }
-        written
+        self.note(deadline).await;
+        Ok(())
     }
 
     fn check_upper(&self, first: u32, lists: &[u8], tall: &BTreeMap<u32, Tall>) -> Result<(), Fault> {
@@ -448,7 +630,7 @@ impl<V: Verbs> Load<V> {
             if progress.is_over {
                 return Err(bad("the load has ended"));
             }
-            let parts = [("node", &progress.nodes), ("upper list", &progress.upper)];
+            let parts = [("node", &progress.nodes.came), ("upper list", &progress.upper.came)];
             if let Some((what, part)) = parts.into_iter().find(|(_, part)| !part.is_complete()) {
                 return Err(bad(format!("{what} {} has not come", part.first_missing())));
             }
@@ -494,6 +676,15 @@ impl<V: Verbs> Load<V> {
         Ok(())
     }
 
+    /// Lets the load go, for somebody to resume: no more pieces are taken. `false` while one is being written.
+    pub fn retire(&self) -> bool {
+        let mut progress = self.progress.lock();
+        if progress.at_work == 0 {
+            progress.is_over = true;
+        }
+        progress.is_over
+    }
+
     /// Gives the load up: the collection is dropped.
     pub async fn abort(&self, deadline: Instant) {
         let was_over = std::mem::replace(&mut self.progress.lock().is_over, true);
@@ -535,6 +726,66 @@ impl<V> Drop for AtWork<'_, V> {
 
 fn id_of(piece: &NodesPiece, i: usize) -> ExternalId {
     piece.ids.get(i).copied().unwrap_or(ExternalId::Num(u64::from(piece.first) + i as u64))
+}
+
+/// No memory node gives this number to a session.
+const NO_SESSION: SessionId = SessionId(0);
+
+fn loaded_elsewhere<V: Verbs>(collection: &Collection<V>) -> Fault {
+    let message = format!("collection '{}' is being loaded through another compute node", collection.name());
+    Fault::new(FaultCode::Unavailable, message)
+}
+
+/// The session that the home region names as its loader's.
+///
+/// # Errors
+/// [`FaultCode::Unavailable`] if one that any region names lives on, and is not this node's own.
+async fn expect_no_other_loader<V: Verbs>(
+    collection: &Collection<V>,
+    deadline: Instant,
+    cost: &mut Cost,
+) -> Result<SessionId, Fault> {
+    let regions = collection.regions();
+    let mut gather = Gather::new();
+    for region in &regions {
+        gather.push(RemotePtr::new(*region, in_region::LOADER), 8);
+    }
+    collection.gather(&mut gather, deadline, cost).await?;
+    for (i, region) in regions.iter().enumerate() {
+        let at = RemotePtr::new(*region, in_region::LOADER);
+        let loader = SessionId(word(gather.get(i), 0) as u32);
+        let is_other = loader != NO_SESSION && collection.session_number(at, deadline).await? != loader;
+        if is_other && collection.is_session_alive(at, loader, deadline).await? {
+            return Err(loaded_elsewhere(collection));
+        }
+    }
+    Ok(SessionId(word(gather.get(0), 0) as u32))
+}
+
+/// The nodes above level 0 among the first `nodes`.
+async fn read_tall<V: Verbs>(
+    collection: &Arc<Collection<V>>,
+    nodes: u32,
+    deadline: Instant,
+) -> Result<BTreeMap<u32, Tall>, Fault> {
+    let mut reader = Reader::new(collection, deadline);
+    let mut tall = BTreeMap::new();
+    for first in (0..nodes).step_by(HEADERS_BATCH as usize) {
+        let batch: Vec<_> = (first..nodes.min(first.saturating_add(HEADERS_BATCH))).map(NodeId).collect();
+        for (node, head) in batch.iter().zip(reader.headers(&batch).await?) {
+            if head.meta.state != NodeState::Live {
+                return Err(corrupt(format!(
+                    "collection '{}': {node} was loaded, and its record says {:?}",
+                    collection.name(),
+                    head.meta.state
+                )));
+            }
+            if head.meta.level > 0 {
+                tall.insert(head.meta.upper, Tall { node: node.0, level: head.meta.level });
+            }
+        }
+    }
+    Ok(tall)
 }
 
 /// Takes chunks for all nodes and upper lists, in order, and enters them into the tables.
@@ -614,6 +865,10 @@ impl<V: Verbs> Loads<V> {
                 format!("{LOADS_MAX} loads are running, which is the most"),
             ));
         }
+        if running.values().any(|other| other.collection.id() == load.collection.id()) {
+            let message = format!("the load into '{}' was resumed by another call", load.collection.name());
+            return Err(Fault::new(FaultCode::Overloaded, message));
+        }
         let number = loop {
             let number = os_rng().random_range(1..u64::MAX);
             if !running.contains_key(&number) {
@@ -643,8 +898,25 @@ impl<V: Verbs> Loads<V> {
         self.running.lock().remove(&number)
     }
 
-    /// Gives up what nothing came for.
-    pub async fn reap(&self, now: Instant, deadline: Instant) {
+    /// Lets go of the load into that collection, for it to be resumed.
+    ///
+    /// # Errors
+    /// [`FaultCode::Overloaded`] while a piece is being written.
+    pub fn retire(&self, collection: CollectionId) -> Result<(), Fault> {
+        let mut running = self.running.lock();
+        let of_it = running.iter().find(|(_, load)| load.collection.id() == collection);
+        if let Some((number, load)) = of_it.map(|(number, load)| (*number, Arc::clone(load))) {
+            if !load.retire() {
+                let message = format!("a piece of the load into '{}' is being written", load.collection.name());
+                return Err(Fault::new(FaultCode::Overloaded, message));
+            }
+            running.remove(&number);
+        }
+        Ok(())
+    }
+
+    /// Lets go of what nothing came for.
+    pub fn reap(&self, now: Instant) {
         let idle: Vec<_> = {
             let mut running = self.running.lock();
             let idle: Vec<_> =
@@ -652,20 +924,19 @@ impl<V: Verbs> Loads<V> {
             idle.iter().filter_map(|number| running.remove(number)).collect()
         };
         for load in idle {
+            load.retire();
             warn!(
                 collection = load.collection.name(),
-                "load given up: nothing came for {} s",
+                "nothing came of a load for {} s: it can be resumed, or the collection dropped",
                 IDLE_MAX.as_secs()
             );
-            load.abort(deadline).await;
         }
     }
 
-    /// Gives up all.
-    pub async fn abort_all(&self, deadline: Instant) {
-        let all: Vec<_> = self.running.lock().drain().map(|(_, load)| load).collect();
-        for load in all {
-            load.abort(deadline).await;
+    /// Lets go of all.
+    pub fn retire_all(&self) {
+        for (_, load) in self.running.lock().drain() {
+            load.retire();
         }
     }
 }
@@ -676,7 +947,7 @@ mod tests {
 
     #[test]
     fn coverage_joins_stretches_and_refuses_what_came_before() {
-        let mut seen = Coverage::new(10);
+        let mut seen = Coverage::new(10, 0);
         assert!(seen.add(4..6) && seen.add(0..2) && seen.add(8..10));
         assert!(!seen.is_complete());
         for twice in [0..1, 1..3, 3..5, 5..7, 4..6, 0..10, 9..11, 3..3] {
@@ -688,6 +959,8 @@ mod tests {
         seen.remove(3..7);
         assert_eq!(seen.first_missing(), 3);
         assert!(seen.add(3..7) && seen.is_complete());
-        assert!(Coverage::new(0).is_complete());
+        assert!(Coverage::new(0, 0).is_complete());
+        let mut seen = Coverage::new(10, 4);
+        assert!(!seen.add(3..5) && seen.first_missing() == 4 && seen.add(4..10) && seen.is_complete());
     }
 }

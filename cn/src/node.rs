@@ -27,7 +27,7 @@ use crate::collection::{Collection, Options, Table, unexpected, word};
 use crate::counters::Counters;
 use crate::fabric::{Cost, Fabric, Gather, deadline_exceeded};
 use crate::hnsw::insert::{self, Levels};
-use crate::load::{Load, Loads, NodesPiece};
+use crate::load::{Load, Loads, NodesPiece, Resumed, Source};
 use crate::query::{self, Query};
 use crate::scan;
 
@@ -443,8 +443,13 @@ impl<V: Verbs> Node<V> {
                 let JobState { job, done, total, report } = state;
                 Ok(CnResponse::Check { job, done, total, report })
             }
-            CnRequest::LoadBegin { spec, nodes, upper_slots, replace } => {
-                self.load_begin(spec, nodes, upper_slots, replace, deadline).await
+            CnRequest::LoadBegin { spec, nodes, upper_slots, replace, file, resume } => {
+                let source = Source { file, nodes, upper_slots };
+                if resume {
+                    self.load_resume(spec, source, deadline).await
+                } else {
+                    self.load_begin(spec, source, replace, deadline).await
+                }
             }
             CnRequest::LoadNodes { load, first, metas, ids, vectors, lists } => {
                 let running = self.loads.get(load)?;
@@ -506,14 +511,11 @@ impl<V: Verbs> Node<V> {
         {
             let asking = tokio::time::timeout_at(deadline.into(), self.asking.lock()).await;
             let _asking = asking.map_err(|_| deadline_exceeded("asking for the newest map"))?;
-            if self.fabric.epoch() == routes.epoch() {
-                let request = OracleRequest::WatchMap { after: routes.epoch(), wait_ms: 0 };
-                match self.catalogue.call(request, deadline).await {
-                    Ok(OracleResponse::Map(map)) => self.fabric.publish(Arc::new(map)),
-                    Ok(other) => return Err(unexpected("WatchMap", &other)),
-                    // With no oracle the last map is what there is.
-                    Err(fault) => debug!(%fault, "no newer map"),
-                }
+            if self.fabric.epoch() == routes.epoch()
+                && let Err(fault) = self.ask_for_map(deadline).await
+            {
+                // With no oracle the last map is what there is.
+                debug!(%fault, "no newer map");
             }
         }
         self.fabric
@@ -522,6 +524,17 @@ impl<V: Verbs> Node<V> {
             .collection(name)
             .cloned()
             .ok_or_else(|| Fault::new(FaultCode::NotFound, format!("no collection '{name}'")))
+    }
+
+    async fn ask_for_map(&self, deadline: Instant) -> Result<(), Fault> {
+        let request = OracleRequest::WatchMap { after: self.fabric.epoch(), wait_ms: 0 };
+        match self.catalogue.call(request, deadline).await? {
+            OracleResponse::Map(map) => {
+                self.fabric.publish(Arc::new(map));
+                Ok(())
+            }
+            other => Err(unexpected("WatchMap", &other)),
+        }
     }
 
     /// Keeps an open collection; the one that is kept already wins, since it has leases. Forgets those that are gone.
@@ -626,8 +639,7 @@ impl<V: Verbs> Node<V> {
     async fn load_begin(
         self: &Arc<Self>,
         spec: CollectionSpec,
-        nodes: u32,
-        upper_slots: u32,
+        source: Source,
         replace: bool,
         deadline: Instant,
     ) -> Result<CnResponse, Fault> {
@@ -638,15 +650,45 @@ impl<V: Verbs> Node<V> {
             }
         }
         let (fabric, catalogue) = (Arc::clone(&self.fabric), Arc::clone(&self.catalogue));
-        let load = Load::begin(fabric, catalogue, spec, nodes, upper_slots, self.options, deadline).await?;
-        let load = Arc::new(load);
-        match self.loads.add(Arc::clone(&load)) {
-            Ok(number) => Ok(CnResponse::Loading { load: number, params: load.params().clone() }),
+        let load = Arc::new(Load::begin(fabric, catalogue, spec, source, self.options, deadline).await?);
+        match self.loading(&load) {
+            Ok(answer) => Ok(answer),
             Err(fault) => {
                 load.abort(deadline).await;
                 Err(fault)
             }
         }
+    }
+
+    async fn load_resume(
+        self: &Arc<Self>,
+        spec: CollectionSpec,
+        source: Source,
+        deadline: Instant,
+    ) -> Result<CnResponse, Fault> {
+        // An old map would let a load that has ended go on.
+        self.ask_for_map(deadline).await?;
+        let entry = match self.entry(&spec.name, deadline).await {
+            Ok(entry) => entry,
+            Err(fault) if fault.code == FaultCode::NotFound => {
+                return self.load_begin(spec, source, false, deadline).await;
+            }
+            Err(fault) => return Err(fault),
+        };
+        self.loads.retire(entry.id)?;
+        let (fabric, catalogue) = (Arc::clone(&self.fabric), Arc::clone(&self.catalogue));
+        match Load::resume(fabric, catalogue, &entry, source, self.options, deadline).await? {
+            Resumed::Rest(load) => self.loading(&Arc::new(load)),
+            Resumed::Whole => Ok(CnResponse::Done),
+            Resumed::Nothing => self.load_begin(spec, source, true, deadline).await,
+        }
+    }
+
+    /// Enters a load; what its client is told.
+    fn loading(&self, load: &Arc<Load<V>>) -> Result<CnResponse, Fault> {
+        let number = self.loads.add(Arc::clone(load))?;
+        let (nodes_done, upper_done) = load.done();
+        Ok(CnResponse::Loading { load: number, params: load.params().clone(), nodes_done, upper_done })
     }
 
     /// What came of a piece. One that is wrong ends the load; after a failure of the network it may be sent again.
@@ -669,10 +711,9 @@ impl<V: Verbs> Node<V> {
         }
     }
 
-    /// Gives up loads that nothing came for. Called now and then.
-    pub async fn reap_loads(&self) {
-        let now = Instant::now();
-        self.loads.reap(now, now + self.limits.control_deadline).await;
+    /// Lets go of loads that nothing came for. Called now and then.
+    pub fn reap_loads(&self, now: Instant) {
+        self.loads.reap(now);
     }
 
     // -------------------------------------------------------------------------------------------- itself
@@ -700,7 +741,7 @@ impl<V: Verbs> Node<V> {
         self.options.simd
     }
 
-    /// Takes no more requests, and waits by `deadline` until those that run have ended. Loads are given up.
+    /// Takes no more requests, and waits by `deadline` until those that run have ended. Loads are let go, to be resumed elsewhere.
     pub async fn drain(&self, deadline: Instant) {
         self.is_draining.store(true, Ordering::Release);
         let all = async {
@@ -715,6 +756,6 @@ impl<V: Verbs> Node<V> {
         if tokio::time::timeout_at(deadline.into(), all).await.is_err() {
             info!("left with requests running");
         }
-        self.loads.abort_all(deadline).await;
+        self.loads.retire_all();
     }
 }

@@ -232,7 +232,7 @@ async fn reap<V: Verbs>(node: Arc<Node<V>>) {
     let mut ticks = tokio::time::interval(REAP_INTERVAL);
     loop {
         ticks.tick().await;
-        node.reap_loads().await;
+        node.reap_loads(Instant::now());
     }
 }
 

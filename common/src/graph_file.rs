@@ -706,6 +706,7 @@ pub struct GraphFile {
     info: GraphInfo,
     params: CollectionParams,
     extents: [Range<u64>; 5],
+    fingerprint: u64,
 }
 
 impl GraphFile {
@@ -734,7 +735,9 @@ impl GraphFile {
         if (map.len() as u64) < found {
             return Err(Defect::Size { found: map.len() as u64, expected: found });
         }
-        let graph = Self { path: path.to_owned(), map, extents: extents(&info, &params), info, params };
+        let fingerprint = header.checksum.get().max(1);
+        let extents = extents(&info, &params);
+        let graph = Self { path: path.to_owned(), map, extents, info, params, fingerprint };
         if check == Check::Checksums {
             for (i, section) in Section::ALL.into_iter().enumerate() {
                 let end = graph.extents.get(i + 1).map_or(graph.extents[i].end, |next| next.start);
@@ -755,6 +758,12 @@ impl GraphFile {
     /// What the header says.
     pub fn info(&self) -> &GraphInfo {
         &self.info
+    }
+
+    /// Tells files of different content apart; never 0. A hash of all that the header says, and it has the sections'
+    /// checksums.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// Parameters of a collection of exactly these rows on one region; strides are those of any collection with the

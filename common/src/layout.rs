@@ -66,6 +66,9 @@ pub mod region {
     pub const BYTES: u64 = 16;
     /// Id of the collection that the region belongs to.
     pub const COLLECTION: u64 = 24;
+    /// While a graph file is loaded: number of the loader's session on the region's memory node. Whoever goes on with
+    /// the load does so once that session is dead.
+    pub const LOADER: u64 = 32;
 }
 
 /// Offsets of words inside the home region, counted from its start.
@@ -87,6 +90,13 @@ pub mod collection {
     pub const UPPER_CHUNK_COUNT: u64 = SUPERBLOCK_BYTES + 48;
     /// Vectors that became live (FETCH_ADD by the inserter after the fact: a statistic, not an invariant).
     pub const LIVE_COUNT: u64 = SUPERBLOCK_BYTES + 56;
+    /// Fingerprint of the graph file that is or was loaded ([`crate::graph_file::GraphFile::fingerprint`]); 0 if none,
+    /// or while memory for it is still being taken.
+    pub const LOAD_FILE: u64 = SUPERBLOCK_BYTES + 64;
+    /// Nodes of that file, from the first on, that are stored with their ids.
+    pub const LOAD_NODES: u64 = SUPERBLOCK_BYTES + 72;
+    /// Upper lists of that file, from the first on, that are stored.
+    pub const LOAD_UPPER: u64 = SUPERBLOCK_BYTES + 80;
     /// Start of the chunk table.
     pub const CHUNK_TABLE: u64 = 2 * SUPERBLOCK_BYTES;
 }

@@ -484,6 +484,10 @@ pub enum CnRequest {
         upper_slots: u32,
         /// Drop a collection of that name first.
         replace: bool,
+        /// The file's fingerprint ([`crate::graph_file::GraphFile::fingerprint`]).
+        file: u64,
+        /// Go on with a load of that file into that collection, wherever it was begun; there being none, begin one.
+        resume: bool,
     },
     /// Nodes `first ..` of the file being loaded, in the file's own form (the layout's).
     LoadNodes {
@@ -516,7 +520,7 @@ pub enum CnRequest {
         /// Entry point word ([`crate::layout::EntryPoint`]).
         entry_point: u64,
     },
-    /// Gives up a load: the collection is dropped.
+    /// Gives up a load for good: the collection is dropped.
     LoadAbort {
         /// From `LoadBegin`.
         load: u64,
@@ -695,12 +699,16 @@ pub enum CnResponse {
     Collections(Vec<CollectionInfo>),
     /// To `Create` and `Stats`.
     Info(CollectionInfo),
-    /// To `LoadBegin`.
+    /// To `LoadBegin`; `Done` instead where the whole file is loaded already.
     Loading {
         /// Names the load in what follows.
         load: u64,
         /// Layout that pieces must have.
         params: CollectionParams,
+        /// Nodes that are there already, from the first on.
+        nodes_done: u32,
+        /// Upper lists that are there already, from the first on.
+        upper_done: u32,
     },
     /// To `Check`.
     Check {

@@ -113,6 +113,8 @@ impl LocalCluster {
             nodes: info.rows,
             upper_slots: info.upper_slots,
             replace: false,
+            file: graph.fingerprint(),
+            resume: false,
         };
         let CnResponse::Loading { load, .. } = self.call(begin).await? else {
             unreachable!("a load that begins is answered with its number");

@@ -21,8 +21,11 @@ use crate::out::{Out, Progress, Unit};
   shine load --graph words.graph --collection words
   shine load --graph words.graph --collection words --replace
   shine load --graph words.graph --collection words --memory-nodes mn-0,mn-1
+  shine load --graph words.graph --collection words --resume
 
-The collection is searchable when the command has ended. If it fails or is interrupted, no collection is left.")]
+The collection is searchable when the command has ended. If it is interrupted, by Ctrl-C or because the cluster does not
+answer, what is stored stays: --resume goes on there, and 'shine collection drop' frees it. Of a wrong file, or one that
+does not fit, nothing is left.")]
 pub(crate) struct LoadArgs {
     /// The graph file, as made by `shine build`
     #[arg(long, value_name = "FILE")]
@@ -33,6 +36,9 @@ pub(crate) struct LoadArgs {
     /// Drop a collection of that name first
     #[arg(long)]
     replace: bool,
+    /// Go on with a load of this file that was interrupted; begin, if there is none
+    #[arg(long, conflicts_with = "replace")]
+    resume: bool,
     /// Memory nodes to use, by name [default: all that are up]
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     memory_nodes: Vec<String>,
@@ -56,21 +62,24 @@ pub(crate) fn run(args: LoadArgs, connection: &Connection, out: Out) -> Result<(
         replace: args.replace,
         memory_nodes: args.memory_nodes,
         capacity: args.capacity,
+        resume: args.resume,
     };
     with_client(connection, async |client| {
         static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-        // Where there is no handler, Ctrl-C ends us at once, and the node gives the load up after a while.
+        // Where there is no handler, Ctrl-C ends us at once, which is no worse.
         let watch = tokio::spawn(async {
             while tokio::signal::ctrl_c().await.is_ok() {
                 if INTERRUPTED.swap(true, Ordering::Relaxed) {
                     std::process::exit(130);
                 }
-                eprintln!("giving the load up; press Ctrl-C again to leave at once");
+                eprintln!("stopping; press Ctrl-C again to leave at once");
             }
         });
         let begun = Instant::now();
         let bar = Progress::new("loading", 0, Unit::Bytes);
+        let mut stored = 0;
         let loading = client.load(&graph, &options, |at| {
+            stored = at.done;
             bar.set(at.done, at.total);
             if INTERRUPTED.load(Ordering::Relaxed) {
                 ControlFlow::Break(())
@@ -83,11 +92,22 @@ pub(crate) fn run(args: LoadArgs, connection: &Connection, out: Out) -> Result<(
         drop(bar);
         let info = match outcome {
             Ok(info) => info,
-            Err(error) if error.code() == FaultCode::CollectionExists => {
+            Err(error) if error.code() == FaultCode::CollectionExists && !options.resume => {
                 let there = client.stats(&options.collection).await.ok();
                 return Err(anyhow::Error::new(error).context(what_is_there(&graph, there.as_ref())));
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                let is_left = stored > 0 && error.code() != FaultCode::BadRequest;
+                let error = anyhow::Error::new(error);
+                return Err(if is_left {
+                    error.context(format!(
+                        "'{0}' is not loaded whole: --resume goes on, 'shine collection drop {0}' frees it",
+                        options.collection
+                    ))
+                } else {
+                    error
+                });
+            }
         };
         let loaded = Loaded { info, load_seconds: begun.elapsed().as_secs_f64() };
         out.print(&loaded, |loaded| {

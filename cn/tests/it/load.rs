@@ -8,9 +8,12 @@ use shine_common::layout::{
     CollectionParams, EntryPoint, NodeMeta, NodeState, UPPER_SLOTS, encode_base_list, encode_upper_list,
 };
 use shine_common::metric::{DType, Distance, Metric};
-use shine_common::wire::{CnRequest, CnResponse, Fault, FaultCode, Role};
+use shine_common::wire::{CnRequest, CnResponse, CollectionState, Fault, FaultCode, Role};
 
-use crate::support::{Shape, TestCluster, TestVerbs, exact, near, node, rows, soon, sound, spec};
+use crate::support::{Shape, TestCluster, TestVerbs, exact, near, node, node_on, rows, soon, sound, spec};
+
+/// Fingerprint of the file that is loaded.
+const FILE: u64 = 77;
 
 /// A graph in the layout's own form: exact neighbours, and a ring so that all of it is connected.
 #[derive(Clone)]
@@ -90,9 +93,9 @@ async fn begin(
     replace: bool,
 ) -> (u64, CollectionParams) {
     let spec = spec("g", DType::I8, Metric::L2, 20);
-    let request = CnRequest::LoadBegin { spec, nodes, upper_slots, replace };
+    let request = CnRequest::LoadBegin { spec, nodes, upper_slots, replace, file: FILE, resume: false };
     match node.handle(Role::Admin, request).await.unwrap() {
-        CnResponse::Loading { load, params } => (load, params),
+        CnResponse::Loading { load, params, nodes_done: 0, upper_done: 0 } => (load, params),
         other => panic!("{other:?}"),
     }
 }
@@ -302,11 +305,160 @@ async fn pieces_that_do_not_fit_are_refused() {
     );
     // A file that does not fit is refused before anything is sent.
     let spec = spec("g", DType::F32, Metric::L2, 2048);
-    let large = send(CnRequest::LoadBegin { spec, nodes: 100_000, upper_slots: 0, replace: false })
-        .await
-        .unwrap_err();
+    let (nodes, upper_slots, file) = (100_000, 0, FILE);
+    let begin = CnRequest::LoadBegin { spec, nodes, upper_slots, replace: false, file, resume: false };
+    let large = send(begin).await.unwrap_err();
     assert_eq!(large.code, FaultCode::RegionFull, "{large}");
     assert!(cluster.oracle.map().collections.is_empty());
+}
+
+/// Goes on with the load of the file `file`: the load's number, and how many nodes and upper lists are there.
+async fn resume(
+    node: &Arc<Node<TestVerbs>>,
+    nodes: u32,
+    upper_slots: u32,
+    file: u64,
+) -> Result<(u64, u32, u32), Fault> {
+    let spec = spec("g", DType::I8, Metric::L2, 20);
+    let request = CnRequest::LoadBegin { spec, nodes, upper_slots, replace: false, file, resume: true };
+    match node.handle(Role::Admin, request).await? {
+        CnResponse::Loading { load, nodes_done, upper_done, .. } => Ok((load, nodes_done, upper_done)),
+        CnResponse::Done => Ok((0, nodes, upper_slots)),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Sends what is missing and ends the load; then everything is there and found by its id.
+async fn complete(cluster: &TestCluster, node: &Arc<Node<TestVerbs>>, graph: &Graph, at: (u64, u32, u32)) {
+    let (load, nodes_done, upper_done) = at;
+    let (nodes, slots) = (graph.metas.len(), graph.upper_slots as usize);
+    let send = |request| node.handle(Role::Admin, request);
+    if (nodes_done as usize) < nodes {
+        send(nodes_piece(load, graph, nodes_done as usize..nodes, Vec::new())).await.unwrap();
+    }
+    if (upper_done as usize) < slots {
+        send(upper_piece(load, graph, upper_done as usize..slots)).await.unwrap();
+    }
+    send(CnRequest::LoadEnd { load, entry_point: graph.entry }).await.unwrap();
+    let opened = cluster.open("reader", "g").await.unwrap();
+    let report = sound(&opened).await;
+    assert_eq!((report.live, report.orphans, report.dead), (nodes as u64, 0, 0), "{report:?}");
+    for id in (0..nodes as u64).step_by(7) {
+        let record = shine_cn::query::get(&opened, ExternalId::Num(id), soon()).await.unwrap();
+        assert_eq!(u64::from(record.node.0), id);
+    }
+}
+
+#[tokio::test]
+async fn a_load_goes_on_where_it_stopped() {
+    let cluster = TestCluster::new(&Shape::default());
+    let loader = node(&cluster, "cn-0");
+    let graph = graph(&params(), &rows(26, 500, 20));
+    let slots = graph.upper_slots;
+    let send = |request| loader.handle(Role::Admin, request);
+    // Where there is nothing to go on with, it begins.
+    let (first, ..) = resume(&loader, 500, slots, FILE).await.unwrap();
+    send(nodes_piece(first, &graph, 0..100, Vec::new())).await.unwrap();
+    send(nodes_piece(first, &graph, 150..300, Vec::new())).await.unwrap();
+    // What came behind a gap is sent again; the old load takes no more.
+    let (second, nodes_done, upper_done) = resume(&loader, 500, slots, FILE).await.unwrap();
+    assert_eq!((nodes_done, upper_done), (100, 0));
+    let late = send(nodes_piece(first, &graph, 100..150, Vec::new())).await.unwrap_err();
+    assert_eq!(late.code, FaultCode::NotFound);
+    // Another file's load it is not, and nothing of it is lost for that.
+    let other = resume(&loader, 500, slots, FILE + 1).await.unwrap_err();
+    assert_eq!(other.code, FaultCode::CollectionExists, "{other}");
+    let fault = send(nodes_piece(second, &graph, 100..110, Vec::new())).await.unwrap_err();
+    assert_eq!(fault.code, FaultCode::NotFound, "whoever asked last has it");
+    let (third, nodes_done, _) = resume(&loader, 500, slots, FILE).await.unwrap();
+    assert_eq!(nodes_done, 100);
+    send(nodes_piece(third, &graph, 100..500, Vec::new())).await.unwrap();
+    send(upper_piece(third, &graph, 0..10)).await.unwrap();
+    // Let go when nothing comes for long, and still there.
+    loader.reap_loads(std::time::Instant::now() + 2 * shine_cn::load::IDLE_MAX);
+    let idle = send(upper_piece(third, &graph, 10..20)).await.unwrap_err();
+    assert_eq!(idle.code, FaultCode::NotFound);
+    let at = resume(&loader, 500, slots, FILE).await.unwrap();
+    assert_eq!((at.1, at.2), (500, 10));
+    complete(&cluster, &loader, &graph, at).await;
+    // All is there: nothing is left to do, for another node either.
+    let other = node(&cluster, "cn-1");
+    assert_eq!(resume(&other, 500, slots, FILE).await.unwrap(), (0, 500, slots));
+    assert_eq!(resume(&other, 500, slots, FILE + 1).await.unwrap_err().code, FaultCode::CollectionExists);
+}
+
+/// A node that dies before it has taken memory leaves a collection that nothing can be sent to: it is made anew.
+#[tokio::test]
+async fn a_load_that_never_came_to_its_file_begins_anew() {
+    let cluster = TestCluster::new(&Shape::default());
+    let loader = node(&cluster, "cn-0");
+    let graph = graph(&params(), &rows(28, 90, 20));
+    let mut begun = spec("g", DType::I8, Metric::L2, 20);
+    begun.loading = true;
+    let begun = cluster.create(begun).await.unwrap();
+    let at = resume(&loader, 90, graph.upper_slots, FILE).await.unwrap();
+    assert_eq!((at.1, at.2), (0, 0));
+    assert_ne!(cluster.oracle.map().collection("g").unwrap().id, begun.id());
+    complete(&cluster, &loader, &graph, at).await;
+    // Nor is one taken for a load that was made empty, for inserts.
+    let mut other = spec("h", DType::I8, Metric::L2, 20);
+    cluster.create(other.clone()).await.unwrap();
+    other.loading = true;
+    let request =
+        CnRequest::LoadBegin { spec: other, nodes: 90, upper_slots: 0, replace: false, file: FILE, resume: true };
+    assert_eq!(loader.handle(Role::Admin, request).await.unwrap_err().code, FaultCode::CollectionExists);
+}
+
+/// The loading node dies after each of the verbs of a load in turn: another goes on, once the dead one's leases are over.
+#[tokio::test]
+async fn a_load_whose_node_was_killed_anywhere_goes_on_through_another() {
+    let data = rows(27, 120, 20);
+    let graph = graph(&params(), &data);
+    let slots = graph.upper_slots;
+    let mut resumed_at = std::collections::BTreeSet::new();
+    for verbs in 0.. {
+        let cluster = TestCluster::new(&Shape::default());
+        let survivor = node(&cluster, "cn-0");
+        let (fabric, control) = cluster.fabric("victim", true);
+        let victim = node_on(&cluster, "victim", fabric);
+        control.allow(verbs);
+        let spec = spec("g", DType::I8, Metric::L2, 20);
+        let (file, resume_it) = (FILE, false);
+        let request =
+            CnRequest::LoadBegin { spec, nodes: 120, upper_slots: slots, replace: false, file, resume: resume_it };
+        if let Ok(CnResponse::Loading { load, .. }) = victim.handle(Role::Admin, request).await {
+            let requests = [
+                nodes_piece(load, &graph, 0..40, Vec::new()),
+                nodes_piece(load, &graph, 40..120, Vec::new()),
+                upper_piece(load, &graph, 0..9),
+                upper_piece(load, &graph, 9..slots as usize),
+                CnRequest::LoadEnd { load, entry_point: graph.entry },
+            ];
+            for request in requests {
+                if victim.handle(Role::Admin, request).await.is_err() {
+                    break;
+                }
+            }
+            // While it may still be alive nobody else takes over what it has begun.
+            if cluster.oracle.map().collections.iter().any(|c| c.state == CollectionState::Loading) {
+                match resume(&survivor, 120, slots, FILE).await {
+                    Err(fault) => assert_eq!(fault.code, FaultCode::Unavailable, "{fault}"),
+                    Ok(at) => panic!("taken over from a node that may be alive, after {verbs} verbs: {at:?}"),
+                }
+            }
+        }
+        cluster.clock.advance(std::time::Duration::from_secs(60));
+        let at = resume(&survivor, 120, slots, FILE).await.unwrap();
+        resumed_at.insert((at.1, at.2));
+        if at.0 != 0 {
+            complete(&cluster, &survivor, &graph, at).await;
+        }
+        if !control.is_dead() {
+            break;
+        }
+    }
+    let expected = [(0, 0), (40, 0), (120, 0), (120, 9), (120, slots)];
+    assert_eq!(resumed_at.into_iter().collect::<Vec<_>>(), expected);
 }
 
 /// Ids that are no numbers of rows, in far more buckets' worth than the table was made for.

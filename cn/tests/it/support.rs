@@ -604,7 +604,14 @@ pub(crate) fn levels_from(level: u8, m: u32) -> Levels {
 
 /// A compute node with its requests.
 pub(crate) fn node(cluster: &TestCluster, name: &str) -> Arc<Node<TestVerbs>> {
-    let (fabric, _) = cluster.fabric(name, false);
+    node_on(cluster, name, cluster.fabric(name, false).0)
+}
+
+pub(crate) fn node_on(
+    cluster: &TestCluster,
+    name: &str,
+    fabric: Arc<Fabric<TestVerbs>>,
+) -> Arc<Node<TestVerbs>> {
     Node::new(Parts {
         name: name.into(),
         fabric,
