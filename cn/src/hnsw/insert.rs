@@ -41,6 +41,9 @@ use crate::reader::{Reader, VectorStore, parse_list};
 /// Attempts on a state change whose outcome is in doubt.
 const SETTLE_MAX: u32 = 4;
 
+/// Attempts on a list that changes meanwhile.
+const SPLICE_MAX: u32 = 4;
+
 /// Time after the deadline in which the insert itself may still say what kept it.
 const ANSWER_GRACE: Duration = Duration::from_millis(20);
 
@@ -458,10 +461,12 @@ impl<V: Verbs> Insert<V> {
         let mut sum = Cost::default();
         let mut rounds = 0;
         let mut failed = None;
+        let mut is_reached = false;
         // All are waited for, also where one fails: a lock that is let go in the middle of a write costs the session.
         while let Some(outcome) = updates.next().await {
             match outcome {
-                Ok(cost) => {
+                Ok((cost, is_in)) => {
+                    is_reached |= is_in;
                     // They run beside each other: the longest counts.
                     rounds = rounds.max(cost.rounds);
                     sum.merge(Cost { rounds: 0, ..cost });
@@ -471,7 +476,68 @@ impl<V: Verbs> Insert<V> {
         }
         drop(updates);
         self.reader.cost.merge(Cost { rounds, ..sum });
-        failed.map_or(Ok(()), Err)
+        if let Some(fault) = failed {
+            return Err(fault);
+        }
+        match backlinks.iter().find(|link| link.level == 0) {
+            Some(nearest) if !is_reached => self.splice(slot.node, *nearest).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts the new node, which no list on level 0 took in, where its nearest neighbour's list ends, and what was there
+    /// behind the new node: so it is reached, and nothing that was reached is lost. Among equal vectors no list takes in
+    /// another one once it is full.
+    async fn splice(&mut self, node: NodeId, nearest: Backlink) -> Result<(), Fault> {
+        let own = Backlink { level: 0, node, upper: 0 };
+        for _ in 0..SPLICE_MAX {
+            let mut reader = Reader::new(&self.collection, self.reader.deadline);
+            let spliced = self.splice_once(&mut reader, own, nearest).await;
+            self.reader.cost.merge(reader.cost);
+            if spliced? {
+                return Ok(());
+            }
+        }
+        debug!(%node, "its nearest neighbour's list changes faster than it can be entered");
+        Ok(())
+    }
+
+    /// One try; `false` if the neighbour's list changed meanwhile. One lock at a time is held.
+    async fn splice_once(
+        &self,
+        reader: &mut Reader<V>,
+        own: Backlink,
+        nearest: Backlink,
+    ) -> Result<bool, Fault> {
+        let room = self.room(0);
+        let mut gather = Gather::new();
+        reader.lists(&[nearest.list()], &mut gather).await?;
+        let view = parse_list(0, gather.get(0)).expect("checked by `lists`");
+        let last = entries(0, view).last().copied();
+        if let Some(last) = last {
+            let mut list = self.lock_list(reader, own).await?;
+            if list.entries.len() < room && !list.entries.contains(&last) && last.0 != own.node {
+                list.entries.push(last);
+                list.store(reader).await?;
+            } else {
+                list.guard.release(&mut reader.cost).await?;
+            }
+        }
+        let mut list = self.lock_list(reader, nearest).await?;
+        if list.entries.iter().any(|(other, _)| *other == own.node) {
+            list.guard.release(&mut reader.cost).await?;
+            return Ok(true);
+        }
+        if list.entries.len() >= room {
+            if list.entries.last().copied() != last {
+                list.guard.release(&mut reader.cost).await?;
+                return Ok(false);
+            }
+            list.entries.pop();
+        }
+        list.entries.push((own.node, 0));
+        list.store(reader).await?;
+        Ok(true)
     }
 
     /// Reads the neighbours' lists, and of the full ones the vectors that the search has not met: what choosing again
@@ -502,13 +568,12 @@ impl<V: Verbs> Insert<V> {
         (if level == 0 { params.m0 } else { params.m }) as usize
     }
 
-    /// Adds the new node to one list, under its lock; chooses anew among all if the list is full.
-    async fn add_to_list(&self, link: Backlink, node: NodeId, upper: u32) -> Result<Cost, Fault> {
+    /// Takes a list's lock and reads it.
+    async fn lock_list(&self, reader: &mut Reader<V>, link: Backlink) -> Result<LockedList<V>, Fault> {
         let collection = &self.collection;
         let params = collection.params();
-        let deadline = self.reader.deadline;
-        let mut reader = Reader::new(collection, deadline);
-        let (lock_at, list_at, stride) = if link.level == 0 {
+        let deadline = reader.deadline;
+        let (lock_at, at, stride) = if link.level == 0 {
             collection.learn(link.node, deadline, &mut reader.cost).await?;
             let (chunk, at) = collection.place(link.node).expect("learnt above");
             (params.header_at(chunk, at).add(header::LOCK), params.list_at(chunk, at), params.list_stride())
@@ -520,15 +585,24 @@ impl<V: Verbs> Insert<V> {
         let what = Protected::List(link.list());
         let mut guard = lock::acquire(collection, lock_at, what, deadline, &mut reader.cost).await?;
         let mut gather = Gather::new();
-        gather.push(list_at, stride);
+        gather.push(at, stride);
         guard.gather(&mut gather, &mut reader.cost).await?;
         let view =
             parse_list(link.level, gather.get(0)).map_err(|error| reader.bad_list(&link.list(), error))?;
-        let version = view.version();
-        let mut entries = entries(link.level, view);
+        let (version, entries) = (view.version(), entries(link.level, view));
+        Ok(LockedList { guard, level: link.level, at, stride, version, entries })
+    }
+
+    /// Adds the new node to one list, under its lock; chooses anew among all if the list is full. Whether it is on level
+    /// 0 and names the new node now.
+    async fn add_to_list(&self, link: Backlink, node: NodeId, upper: u32) -> Result<(Cost, bool), Fault> {
+        let collection = &self.collection;
+        let mut reader = Reader::new(collection, self.reader.deadline);
+        let mut list = self.lock_list(&mut reader, link).await?;
+        let entries = &mut list.entries;
         if entries.iter().any(|(other, _)| *other == node) {
-            guard.release(&mut reader.cost).await?;
-            return Ok(reader.cost);
+            list.guard.release(&mut reader.cost).await?;
+            return Ok((reader.cost, link.level == 0));
         }
         entries.push((node, upper));
         let room = self.room(link.level);
@@ -567,19 +641,9 @@ impl<V: Verbs> Insert<V> {
             entries.clear();
             entries.extend(chosen.iter().map(|c| (c.node(), c.upper())));
         }
-        let mut set = WriteSet::new();
-        set.push_with(list_at, stride as usize, |out| {
-            let version = version.wrapping_add(1);
-            if link.level == 0 {
-                let nodes: Vec<_> = entries.iter().map(|(node, _)| *node).collect();
-                encode_base_list(out, version, &nodes);
-            } else {
-                encode_upper_list(out, version, &entries);
-            }
-        });
-        guard.write(&set, &mut reader.cost).await?;
-        guard.release(&mut reader.cost).await?;
-        Ok(reader.cost)
+        let is_in = link.level == 0 && entries.iter().any(|(other, _)| *other == node);
+        list.store(&mut reader).await?;
+        Ok((reader.cost, is_in))
     }
 
     /// Changes the state of the new node, also where the first answer is lost; whether it is now `new`.
@@ -638,6 +702,34 @@ impl<V: Verbs> Insert<V> {
             self.collection.discard_session(header_at, "an insert was left unfinished").await;
         }
         fault
+    }
+}
+
+/// A list whose lock is held.
+struct LockedList<V: Verbs> {
+    guard: Guard<V>,
+    level: u8,
+    at: RemotePtr,
+    stride: u64,
+    version: u16,
+    entries: Vec<(NodeId, u32)>,
+}
+
+impl<V: Verbs> LockedList<V> {
+    /// Writes the entries and releases the lock.
+    async fn store(mut self, reader: &mut Reader<V>) -> Result<(), Fault> {
+        let mut set = WriteSet::new();
+        set.push_with(self.at, self.stride as usize, |out| {
+            let version = self.version.wrapping_add(1);
+            if self.level == 0 {
+                let nodes: Vec<_> = self.entries.iter().map(|(node, _)| *node).collect();
+                encode_base_list(out, version, &nodes);
+            } else {
+                encode_upper_list(out, version, &self.entries);
+            }
+        });
+        self.guard.write(&set, &mut reader.cost).await?;
+        self.guard.release(&mut reader.cost).await
     }
 }
 

@@ -206,3 +206,31 @@ async fn contended_ids_have_one_winner_and_all_acknowledged_are_found() {
     let recall = recall_at_10(&cns[1], &data, |i| ids[i], &rows(9, 100, 32), 64).await;
     assert!(recall > 0.95, "{recall}");
 }
+
+/// Equal vectors fill each other's lists and would then let no more in: every one of them is found all the same.
+#[tokio::test]
+async fn equal_vectors_are_all_found() {
+    const COPIES: u64 = 700;
+    let cluster = TestCluster::new(&Shape::default());
+    let collection = cluster.create(spec("c", DType::I8, Metric::L2, 8)).await.unwrap();
+    let levels = Levels::seeded(1);
+    for id in 0..COPIES {
+        insert(&collection, &levels, id, &[7; 8]).await.unwrap();
+    }
+    let report = sound(&collection).await;
+    assert_eq!(report.live, COPIES, "{report:?}");
+    let all = query::search(&collection, &near(&[9; 8], COPIES as u32, COPIES as u32), soon()).await.unwrap();
+    assert_eq!(all.hits.len() as u64, COPIES);
+    // Others among them are found too, but for some to which a beam full of copies does not come: there are ten times as
+    // many as it is wide, all at one distance.
+    let others = rows(31, 300, 8);
+    for (i, row) in others.iter().enumerate() {
+        insert(&collection, &levels, COPIES + i as u64, row).await.unwrap();
+    }
+    let mut found = 0;
+    for (i, row) in others.iter().enumerate() {
+        let hits = query::search(&collection, &near(row, 1, 64), soon()).await.unwrap().hits;
+        found += usize::from(hits[0].id == ExternalId::Num(COPIES + i as u64));
+    }
+    assert!(found >= 280, "{found} of 300");
+}
