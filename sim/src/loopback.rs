@@ -9,7 +9,7 @@ use clap::Args;
 use shine_client::{Client, ClientError, ClientOptions, LoadOptions, SearchOptions};
 use shine_common::graph_file::GraphFile;
 use shine_common::ids::ExternalId;
-use shine_common::layout::{CollectionParams, HEADER_BYTES, UPPER_SLOTS};
+use shine_common::layout::{CollectionParams, EF_MAX, HEADER_BYTES, UPPER_SLOTS};
 use shine_common::metric::Metric;
 use shine_common::net::tls::Identity;
 use shine_common::wire::{Receipt, Role, Target};
@@ -58,11 +58,17 @@ pub struct LoopbackArgs {
     /// Beam of the build [default: 200]
     #[arg(long, value_name = "EF")]
     pub ef_construction: Option<u32>,
-    /// Beams of the search to measure
-    #[arg(long, value_name = "EF,..", value_delimiter = ',', default_values_t = [40, 80, 120, 160])]
+    /// Beams of the search to measure; raised to k where smaller
+    #[arg(
+        long,
+        value_name = "EF,..",
+        value_delimiter = ',',
+        default_values_t = [40, 80, 120, 160],
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX))
+    )]
     pub ef: Vec<u32>,
     /// Answers per query
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX)))]
     pub k: u32,
     /// Memory nodes
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -426,6 +432,8 @@ impl Generator<'_> {
         params: &CollectionParams,
         top_level: u8,
     ) -> anyhow::Result<Point> {
+        // What a compute node makes of it, so that the report names the beam that was used.
+        let ef = ef.max(self.k);
         let before = [self.cpu(Role::Cn)?, self.cpu(Role::Mn)?];
         let what = format!("ef {ef}");
         let pass = self.pass(ef, 0..self.inputs.measured(), in_flight, &what).await?;

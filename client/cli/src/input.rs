@@ -3,7 +3,7 @@
 use anyhow::Result;
 use shine_client::value;
 use shine_common::dataset::Vectors;
-use shine_common::metric::DType;
+use shine_common::metric::{DType, Metric, validate};
 use shine_common::wire::CollectionInfo;
 
 use crate::exit::bad_input;
@@ -13,18 +13,26 @@ use crate::exit::bad_input;
 pub(crate) struct Shape {
     pub(crate) collection: String,
     pub(crate) dtype: DType,
+    pub(crate) metric: Metric,
     pub(crate) dimension: usize,
 }
 
 impl Shape {
     pub(crate) fn of(info: &CollectionInfo) -> Self {
-        Self { collection: info.name.clone(), dtype: info.dtype, dimension: info.dimension as usize }
+        Self {
+            collection: info.name.clone(),
+            dtype: info.dtype,
+            metric: info.metric,
+            dimension: info.dimension as usize,
+        }
     }
 
     /// A vector as typed after `flag`: numbers with commas or blanks between them, brackets allowed.
     pub(crate) fn parse(&self, flag: &str, text: &str) -> Result<Vec<u8>> {
         let values = numbers(text).map_err(|why| bad_input(format!("{flag}: {why}")))?;
-        value::encode(&values, self.dtype, self.dimension)
+        let vector = value::encode(&values, self.dtype, self.dimension).map_err(|why| why.to_string());
+        vector
+            .and_then(|vector| self.validated(vector))
             .map_err(|why| bad_input(format!("{flag}: {why} (collection '{}')", self.collection)))
     }
 
@@ -44,13 +52,28 @@ impl Shape {
 
     /// A row of a file, in the collection's type.
     pub(crate) fn row(&self, file: &Vectors, row: usize) -> Result<Vec<u8>> {
-        value::convert(file.row(row), file.dtype(), self.dtype, self.dimension).map_err(|why| {
+        let vector = value::convert(file.row(row), file.dtype(), self.dtype, self.dimension);
+        vector.map_err(|why| why.to_string()).and_then(|vector| self.validated(vector)).map_err(|why| {
             bad_input(format!(
                 "{}: row {row}: {why} (collection '{}')",
                 file.path().display(),
                 self.collection
             ))
         })
+    }
+
+    /// Checks all rows of a file, so that a bad one is found before the first is sent.
+    pub(crate) fn check_rows(&self, file: &Vectors) -> Result<()> {
+        self.check(file)?;
+        (0..file.rows()).try_for_each(|row| self.row(file, row).map(drop))
+    }
+
+    /// A vector that the collection takes, as its compute nodes will judge it.
+    fn validated(&self, vector: Vec<u8>) -> Result<Vec<u8>, String> {
+        match validate(self.metric, self.dtype, &vector) {
+            Ok(()) => Ok(vector),
+            Err(why) => Err(why.to_string()),
+        }
     }
 }
 
@@ -91,7 +114,7 @@ mod tests {
     use crate::exit::{Exit, classify};
 
     fn shape(dtype: DType) -> Shape {
-        Shape { collection: "words".into(), dtype, dimension: 3 }
+        Shape { collection: "words".into(), dtype, metric: Metric::L2, dimension: 3 }
     }
 
     #[test]
@@ -122,6 +145,24 @@ mod tests {
             assert!(error.to_string().starts_with(expected), "{text}: {error}");
             assert_eq!(classify(&error).0, Exit::Input);
         }
+    }
+
+    #[test]
+    fn what_has_no_distance_is_named() {
+        let cosine = Shape { metric: Metric::Cosine, ..shape(DType::F32) };
+        for text in ["0,0,0", "0,1e-21,0"] {
+            let error = cosine.parse("--vector", text).unwrap_err().to_string();
+            assert!(error.starts_with("--vector: the squared norm is"), "{error}");
+            shape(DType::F32).parse("--vector", text).unwrap();
+        }
+        let error = shape(DType::F32).parse("--vector", "1e38,0,0").unwrap_err().to_string();
+        assert!(error.contains("no distance overflows"), "{error}");
+        let rows =
+            [[1.0f32, 0.0, 0.0], [0.0; 3]].as_flattened().iter().flat_map(|x| x.to_le_bytes()).collect();
+        let file = Vectors::from_bytes(DType::F32, 3, rows).unwrap();
+        let error = cosine.check_rows(&file).unwrap_err().to_string();
+        assert!(error.contains("row 1: the squared norm is 0e0"), "{error}");
+        shape(DType::F32).check_rows(&file).unwrap();
     }
 
     #[test]

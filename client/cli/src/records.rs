@@ -115,11 +115,8 @@ async fn insert_file(
 ) -> Result<()> {
     let file = input::open(path, args.rows)?;
     let shape = Shape::of(info);
-    shape.check(&file)?;
     // All or nothing, as far as the file goes: a bad row is found before the first insert.
-    for row in 0..file.rows() {
-        shape.row(&file, row)?;
-    }
+    shape.check_rows(&file)?;
     let rows = file.rows() as u64;
     if args.ids_from.checked_add(rows - 1).is_none() {
         return Err(bad_input(format!(

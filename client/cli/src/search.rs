@@ -115,7 +115,7 @@ pub(crate) fn search(args: &SearchArgs, connection: &Connection, out: Out) -> Re
         out.print(&answer, |answer| {
             let header: &[&str] =
                 if args.with_vectors { &["id", "distance", "vector"] } else { &["id", "distance"] };
-            table(header, 0, answer.hits.iter().map(cells)) + &cost(&answer.receipt)
+            table(header, 0, answer.hits.iter().map(cells)) + &beam(args, answer.ef) + &cost(&answer.receipt)
         })
     })
 }
@@ -130,7 +130,7 @@ async fn search_file(
 ) -> Result<()> {
     let file = input::open(path, args.rows)?;
     let shape = Shape::of(info);
-    shape.check(&file)?;
+    shape.check_rows(&file)?;
     let bar = Progress::new("searching", file.rows() as u64, Unit::Items("queries"));
     let results: Vec<AnswerOut> = stream::iter(0..file.rows())
         .map(|row| {
@@ -157,7 +157,8 @@ async fn search_file(
             let row = answer.row.unwrap_or_default().to_string();
             answer.hits.iter().map(move |hit| [vec![row.clone()], cells(hit)].concat())
         });
-        table(header, 0, rows)
+        let ef = answers.results.iter().map(|answer| answer.ef).max().unwrap_or(args.ef);
+        table(header, 0, rows) + &beam(args, ef)
     })
 }
 
@@ -165,6 +166,14 @@ fn cells(hit: &HitOut) -> Vec<String> {
     let mut cells = vec![hit.id.0.to_string(), hit.distance.to_string()];
     cells.extend(hit.vector.as_deref().map(vector_text));
     cells
+}
+
+/// Says so where another beam was used than was asked for.
+fn beam(args: &SearchArgs, used: u32) -> String {
+    if used == args.ef {
+        return String::new();
+    }
+    format!("\nef {used} was used instead of {}: it is at least k\n", args.ef)
 }
 
 fn cost(receipt: &Receipt) -> String {
@@ -200,7 +209,7 @@ pub(crate) struct RecallArgs {
     /// Neighbours that count
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX)))]
     k: u32,
-    /// Beams to measure at
+    /// Beams to measure at; raised to k where smaller
     #[arg(
         long,
         value_name = "EF,..",
@@ -229,6 +238,7 @@ struct RecallOut {
 
 #[derive(Debug, Serialize)]
 struct Point {
+    /// Beam that was used.
     ef: u32,
     recall_at_k: f64,
     recall_by_distance: f64,
@@ -374,7 +384,7 @@ async fn measure(
     }
     let wanted = count * k as f64;
     Ok(Point {
-        ef,
+        ef: pass.answers.iter().map(|answer| answer.ef).max().unwrap_or(ef),
         recall_at_k: by_id as f64 / wanted,
         recall_by_distance: by_distance as f64 / wanted,
         qps: count / pass.wall.as_secs_f64(),
