@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use shine_common::dataset::SynthShape;
+use shine_common::layout::EF_MAX;
 use shine_common::metric::{DType, Metric};
 
 use crate::files::Force;
@@ -99,7 +100,7 @@ struct TruthArgs {
     #[arg(long)]
     metric: Metric,
     /// Neighbours per query
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX)))]
     k: u32,
     /// Only the first N rows of the base
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
@@ -137,7 +138,7 @@ struct SynthArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     truth: Option<u64>,
     /// Neighbours per query in the truth
-    #[arg(long, requires = "truth", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, requires = "truth", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX)))]
     k: u32,
     /// Another seed gives another set of the same kind
     #[arg(long, default_value_t = 1234)]
@@ -181,7 +182,7 @@ struct QueriesArgs {
     #[arg(long, requires = "truth")]
     metric: Option<Metric>,
     /// Neighbours per query in the truth
-    #[arg(long, requires = "truth", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, requires = "truth", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=i64::from(EF_MAX)))]
     k: u32,
     /// Another seed gives other queries
     #[arg(long, default_value_t = 1234)]

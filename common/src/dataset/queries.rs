@@ -40,7 +40,7 @@ const REGION_DRAWS: u64 = 19;
 /// Splits `base` into `count` queries, drawn without replacement and in random order, and the other rows in theirs.
 ///
 /// # Errors
-/// If no row would be left on either side, or a file cannot be written.
+/// If no row would be left on either side, a value is NaN or infinite, or a file cannot be written.
 pub fn hold_out(
     base: &Vectors,
     count: usize,
@@ -53,6 +53,7 @@ pub fn hold_out(
         let expected = format!("more than {count} rows, and at least one row to hold out");
         return Err(DataError::malformed(base.path(), expected, format!("{} rows", base.rows())));
     }
+    base.check_finite()?;
     let mut rng = stream(seed, HOLD_OUT, 0);
     let chosen = sample(base.rows(), count, &mut rng);
     let mut queries = VectorWriter::create(queries_out, base.dtype(), base.dim())?;

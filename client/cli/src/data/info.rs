@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde::Serialize;
-use shine_common::dataset::{Content, FileHash, Format, Truth, Vectors, sha256_file};
+use shine_common::dataset::{Content, DataError, FileHash, Format, Truth, Vectors, sha256_file};
 use shine_common::metric::DType;
 
 use super::InfoArgs;
@@ -61,7 +61,7 @@ fn info(path: &Path, hash: bool) -> Result<FileInfo> {
         }
         Content::Vectors(_) | Content::AnyVectors => {
             let vectors = Vectors::open(path)?;
-            let norms = norms(&vectors);
+            let norms = norms(&vectors)?;
             ContentInfo::Vectors { dtype: vectors.dtype(), rows: vectors.rows(), dim: vectors.dim(), norms }
         }
     };
@@ -71,17 +71,25 @@ fn info(path: &Path, hash: bool) -> Result<FileInfo> {
 }
 
 /// Norms of at most [`NORM_SAMPLE`] rows at even distances, the first and the last among them.
-fn norms(vectors: &Vectors) -> Norms {
+///
+/// # Errors
+/// If one of them holds NaN or an infinity.
+fn norms(vectors: &Vectors) -> Result<Norms, DataError> {
     let rows = vectors.rows().min(NORM_SAMPLE);
     let (mut min, mut max, mut sum) = (f64::INFINITY, 0f64, 0f64);
     let mut values = vec![0f32; vectors.dim()];
     for at in 0..rows {
         let row = if rows == 1 { 0 } else { at as u64 * (vectors.rows() as u64 - 1) / (rows as u64 - 1) };
-        vectors.row_f32(row as usize, &mut values);
+        let row = row as usize;
+        vectors.row_f32(row, &mut values);
+        if let Some(column) = values.iter().position(|value| !value.is_finite()) {
+            let (path, value) = (vectors.path().to_owned(), values[column]);
+            return Err(DataError::NotFinite { path, row, column, value });
+        }
         let norm = values.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt();
         (min, max, sum) = (min.min(norm), max.max(norm), sum + norm);
     }
-    Norms { min, max, mean: sum / rows as f64, rows }
+    Ok(Norms { min, max, mean: sum / rows as f64, rows })
 }
 
 fn text(info: &FileInfo) -> String {

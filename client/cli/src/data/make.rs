@@ -203,6 +203,8 @@ pub(super) fn queries(args: &QueriesArgs, out: Out) -> Result<()> {
     if let (Some(exact), Some(count)) = (exact, args.truth) {
         let held = args.hold_out.unwrap_or(0);
         exact.check(count, args.hold_out.unwrap_or(args.count), (base.rows() as u64).saturating_sub(held))?;
+        // Found by the truth itself, this would leave the files that are written before it.
+        base.check_for(exact.metric)?;
     }
 
     let (kind, query_count, searched) = if let Some(count) = args.hold_out {
