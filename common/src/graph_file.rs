@@ -41,7 +41,7 @@ use crate::layout::{
     CollectionParams, EntryPoint, LAYOUT_VERSION, ListView, NodeMeta, NodeState, UPPER_SLOTS,
     encode_base_list, encode_upper_list, id_from_words, id_words,
 };
-use crate::metric::{DType, Metric};
+use crate::metric::{DType, Metric, validate};
 
 /// First bytes of every graph file.
 pub const MAGIC: [u8; 8] = *b"SHINEGRF";
@@ -869,7 +869,8 @@ impl GraphFile {
         <[UpperLink]>::ref_from_bytes(entries(self.upper(slot..slot + 1), 8)).expect("whole entries")
     }
 
-    /// Checks all that the file says about one node: its meta, its id's kind, and the entries of all of its lists.
+    /// Checks all that the file says about one node: its meta, its id's kind, its vector, and the entries of all of its
+    /// lists.
     ///
     /// # Errors
     /// Names the section and what was expected.
@@ -882,6 +883,8 @@ impl GraphFile {
                 "a UUID, expected a number: the file has no ids".into(),
             ));
         }
+        validate(self.info.metric, self.info.dtype, self.vector(node))
+            .map_err(|e| self.node_error(Section::Vectors, node, e.to_string()))?;
         let rows = self.rows();
         let list = ListView::parse_base(self.lists(node.0..node.0 + 1))
             .map_err(|e| self.node_error(Section::Lists, node, e.to_string()))?;
@@ -936,7 +939,10 @@ impl GraphFile {
             if self.info.has_ids {
                 let id = self.id(node)?;
                 if !ids.insert(id) {
-                    return Err(self.node_error(Section::Ids, node, format!("id {id} has appeared before")));
+                    let first = (0..node.0).map(NodeId).find(|other| self.id(*other).is_ok_and(|o| o == id));
+                    let first = first.expect("an id that was inserted before is that of an earlier node");
+                    let problem = format!("id {id} is that of node {first} already");
+                    return Err(self.node_error(Section::Ids, node, problem));
                 }
             }
         }
@@ -1218,13 +1224,15 @@ mod tests {
             true,
             "level 2, expected 3 of the entry point",
         );
+        // Under the cosine, of which row 0, all zeroes, has none.
+        check_bad(|b| b[41] = 2, true, "section vectors, node n0: the squared norm is 0e0");
         check_bad(
             |b| {
                 let at = section_at(b, Section::Ids);
                 b.copy_within(at..at + 16, at + 32)
             },
             true,
-            "section ids, node n2: id 18446744073709551615 has appeared before",
+            "section ids, node n2: id 18446744073709551615 is that of node n0 already",
         );
         check_bad(
             |b| {

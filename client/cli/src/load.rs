@@ -57,6 +57,9 @@ struct Loaded {
 /// Loads a graph file.
 pub(crate) fn run(args: LoadArgs, connection: &Connection, out: Out) -> Result<()> {
     let graph = GraphFile::open(&args.graph, Check::Checksums)?;
+    // Checksums only tell that the file is as it was written. What it says is held against itself before anything is
+    // sent, and with --replace before anything is dropped.
+    graph.verify()?;
     let options = LoadOptions {
         collection: args.collection,
         replace: args.replace,
