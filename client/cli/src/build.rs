@@ -72,6 +72,10 @@ struct Built {
     m: u32,
     ef_construction: u32,
     levels: u32,
+    /// Nodes that nothing linked to after the build, and that were linked.
+    orphans_linked: u32,
+    /// Nodes that no search will find.
+    unreached: u32,
     builder: String,
     threads: u32,
     build_seconds: f64,
@@ -112,6 +116,8 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
         m: info.m,
         ef_construction: info.ef_construction,
         levels: u32::from(info.entry.level) + 1,
+        orphans_linked: info.build.orphans_linked,
+        unreached: graph.unreached(),
         builder: info.build.builder.clone(),
         threads: info.build.threads,
         build_seconds: info.build.seconds,
@@ -119,7 +125,7 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
             .then(|| build::memory_bytes(info.rows.into(), &options)),
     };
     out.print(&built, |built| {
-        facts(&[
+        let mut text = facts(&[
             ("graph", format!("{} ({})", built.graph.display(), bytes(built.file_bytes))),
             (
                 "vectors",
@@ -139,6 +145,14 @@ pub(crate) fn run(args: &BuildArgs, out: Out) -> Result<()> {
                     format!("about {} beside the vectors, which are mapped from the file", bytes(beside))
                 }),
             ),
-        ])
+        ]);
+        if built.unreached > 0 {
+            text += &format!(
+                "warning: {} of {} vectors are not reached from the entry point, and no search will find them; a \
+                 larger --m or --ef-construction may help\n",
+                built.unreached, built.vectors
+            );
+        }
+        text
     })
 }

@@ -132,10 +132,7 @@ pub fn build(
     });
     let view = View { graph: &builder.graph, vectors, distance: &distance };
     let repaired = repair::repair(&view, options.ef_construction as usize);
-    if repaired.left > 0 {
-        tracing::warn!(nodes = repaired.left, "some nodes stay apart from the rest of the graph");
-    }
-    builder.graph.build.orphans_linked = repaired.orphans;
+    repaired.record(&mut builder.graph);
     builder.graph.build.seconds = started.elapsed().as_secs_f64();
     progress(rows, rows);
     Ok(builder.graph)

@@ -150,6 +150,8 @@ pub struct Graph {
     pub(super) upper: Lists,
     pub(super) entry: EntryPoint,
     pub(super) build: BuildInfo,
+    /// Nodes that the entry point does not lead to, after all repairs.
+    pub(super) unreached: u32,
 }
 
 impl Graph {
@@ -173,6 +175,7 @@ impl Graph {
             levels,
             uppers,
             build,
+            unreached: 0,
         })
     }
 
@@ -189,6 +192,13 @@ impl Graph {
     /// How it was made.
     pub fn build_info(&self) -> &BuildInfo {
         &self.build
+    }
+
+    /// Nodes that no search finds, because the entry point does not lead to them: none, unless the builder's repairs
+    /// were used up. Vectors of very uneven norms under the inner product need most of them: nobody is near to a short
+    /// one.
+    pub fn unreached(&self) -> u32 {
+        self.unreached
     }
 
     /// Links on level 0, over all nodes.

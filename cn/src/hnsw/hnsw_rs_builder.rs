@@ -162,11 +162,8 @@ impl<'a> HnswRs<'a> {
         let distance = Distance::new(self.params.metric, self.params.dtype, self.params.dim as usize);
         let view = View { graph: &graph, vectors: self.vectors, distance: &distance };
         let repaired = repair::repair(&view, self.params.ef_construction as usize);
-        if repaired.left > 0 {
-            tracing::warn!(nodes = repaired.left, "some nodes stay apart from the rest of the graph");
-        }
         tracing::debug!(?repaired, dropped = dropped.into_inner(), "exported a graph of hnsw_rs");
-        graph.build.orphans_linked = repaired.orphans;
+        repaired.record(&mut graph);
         Ok(graph)
     }
 }

@@ -4,7 +4,7 @@
 //! near copies may keep links among itself alone. A search that starts beside such a node never finds it; one that
 //! starts inside such a bunch never leaves it.
 
-use super::graph::{List, View};
+use super::graph::{Graph, List, View};
 use super::local::drive;
 use super::search::Search;
 use super::visited::DenseVisited;
@@ -19,8 +19,19 @@ pub(super) struct Repaired {
     pub(super) orphans: u32,
     /// Nodes that did not reach the entry point.
     pub(super) dead_ends: u32,
-    /// Nodes still apart when the rounds were used up.
-    pub(super) left: u32,
+    /// Nodes that the entry point still does not reach after the last round.
+    pub(super) unreached: u32,
+}
+
+impl Repaired {
+    /// Writes it down in the graph that was repaired.
+    pub(super) fn record(self, graph: &mut Graph) {
+        if self.unreached > 0 {
+            tracing::warn!(nodes = self.unreached, "some nodes are not reached from the entry point");
+        }
+        graph.build.orphans_linked = self.orphans;
+        graph.unreached = self.unreached;
+    }
 }
 
 /// Links what is apart; `ef` is the beam of the searches for near nodes. One thread; costs two walks over all links,
@@ -34,11 +45,11 @@ pub(super) fn repair(view: &View<'_>, ef: usize) -> Repaired {
         if round == 0 {
             (repaired.orphans, repaired.dead_ends) = (orphans, dead_ends);
         }
-        repaired.left = orphans + dead_ends;
-        if repaired.left == 0 {
-            break;
+        if orphans + dead_ends == 0 {
+            return repaired;
         }
     }
+    repaired.unreached = reached(view.graph).iter().filter(|is_reached| !**is_reached).count() as u32;
     repaired
 }
 
@@ -88,13 +99,19 @@ fn flood<'a, I: Iterator<Item = u32> + 'a>(from: u32, marked: &mut [bool], next:
     }
 }
 
+/// Which nodes the entry point leads to on level 0.
+fn reached(graph: &Graph) -> Vec<bool> {
+    let mut reached = vec![false; graph.rows()];
+    flood(graph.entry.node.0, &mut reached, |node| graph.base.get(node as usize).iter());
+    reached
+}
+
 /// Gives every node that the entry point does not reach a link from a near one that it does reach. Returns how many
 /// such nodes there were.
 fn link_orphans(view: &View<'_>, finder: &mut Finder<'_>) -> u32 {
     let graph = view.graph;
     let base = |node: u32| graph.base.get(node as usize);
-    let mut reached = vec![false; graph.rows()];
-    flood(graph.entry.node.0, &mut reached, |node| base(node).iter());
+    let mut reached = reached(graph);
     let orphans: Vec<_> = (0..graph.rows() as u32).filter(|row| !reached[*row as usize]).collect();
     for orphan in &orphans {
         if reached[*orphan as usize] {
