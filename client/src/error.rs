@@ -39,7 +39,7 @@ pub enum ClientError {
         /// What went wrong with it.
         cause: String,
     },
-    /// A peer's certificate or ours was not accepted.
+    /// A peer's certificate or version, or ours, was not accepted.
     #[error("{node} was refused, or refused us: {cause}")]
     Refused {
         /// Name and address of the peer.

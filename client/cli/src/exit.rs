@@ -21,6 +21,7 @@ pub(crate) const HELP: &str = "Exit codes:
   4  unavailable: nobody answers in time, all are overloaded, or a memory node or its content is lost
   5  exists: the collection or id is taken, a cluster is up here already, or a file would be overwritten
   6  refused: the cluster does not take a value, the role may not do this, or the certificate is another cluster's
+     or the program of another version
   7  full: no memory is left
   8  unknown: the change may or may not have taken effect";
 

@@ -57,7 +57,7 @@ pub enum OracleError {
         /// Each that was tried, with why.
         tried: String,
     },
-    /// No oracle accepts our certificate, or we none of theirs. Nothing was done.
+    /// No oracle accepts our certificate or version, or we none of theirs. Nothing was done.
     #[error("refused by every oracle: {tried}")]
     Refused {
         /// Each that was tried, with why.
@@ -172,7 +172,9 @@ impl OracleClient {
                     tried.push(format!("{}: {fault}", inner.oracles[at]));
                 }
                 Err(error) if error.is_unsent() || may_be_done_twice(request) => {
-                    refused_count += usize::from(matches!(error, RpcError::Refused { .. }));
+                    let is_refusal =
+                        matches!(error, RpcError::Refused { .. } | RpcError::OtherVersion { .. });
+                    refused_count += usize::from(is_refusal);
                     tried.push(error.to_string());
                 }
                 Err(error) => return Err(OracleError::Unknown(error)),
