@@ -1,7 +1,10 @@
-//! What whole-cluster tests share: small pieces of the shipped data, and graphs of them. The tests start the programs
-//! beside them (`cargo build --workspace` first, as `scripts/test.sh` does).
+//! What whole-cluster tests share: small pieces of the shipped data, graphs of them, and a desk to run commands at. The
+//! tests start the programs beside them (`cargo build --workspace` first, as `scripts/test.sh` does).
 
 #![forbid(unsafe_code)]
+
+pub mod desk;
+pub mod page;
 
 use std::path::{Path, PathBuf};
 

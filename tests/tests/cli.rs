@@ -5,114 +5,17 @@
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
-use std::path::Path;
-use std::process::Command;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use shine_common::dataset::Vectors;
 use shine_sim::host::ProcessTimes;
-use shine_tests::{Folder, base, queries, shipped};
+use shine_tests::desk::{Desk, ids};
+use shine_tests::{base, queries, shipped};
 
 /// Rows of the graph that is loaded.
 const ROWS: usize = 3_000;
-
-/// What a command came to.
-#[derive(Debug)]
-struct Ran {
-    code: i32,
-    stdout: String,
-    stderr: String,
-}
-
-/// A user's working folder. The cluster in it is stopped at the end, however the test ends.
-struct Desk {
-    folder: Folder,
-}
-
-impl Desk {
-    fn new() -> Self {
-        Self { folder: Folder::new() }
-    }
-
-    /// A desk with a cluster, as `shine up` starts it.
-    fn with_cluster() -> (Self, Value) {
-        let desk = Self::new();
-        let up = desk.json(&["up", "--memory-nodes", "2", "--regions", "4", "--region-bytes", "16MiB"]);
-        (desk, up)
-    }
-
-    /// Runs `shine` as a user would, in this folder.
-    fn run(&self, args: &[&str]) -> Ran {
-        let test = std::env::current_exe().expect("a test knows itself");
-        let programs = test.parent().and_then(Path::parent).expect("tests lie in deps");
-        let mut command = Command::new(programs.join("shine"));
-        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("SHINE_")) {
-            command.env_remove(name);
-        }
-        // Of what is tested here nothing depends on how busy the machine is.
-        command.env("SHINE_DEADLINE_MS", "60000").env("SHINE_CONNECT_MS", "60000");
-        let output = command.current_dir(self.folder.root()).args(args).output();
-        let output = output.expect("the program is built: cargo build --workspace");
-        Ran {
-            code: output.status.code().expect("an exit code, no signal"),
-            stdout: String::from_utf8(output.stdout).expect("UTF-8"),
-            stderr: String::from_utf8(output.stderr).expect("UTF-8"),
-        }
-    }
-
-    /// The text of a command that succeeds, and says nothing on stderr.
-    #[track_caller]
-    fn text(&self, args: &[&str]) -> String {
-        let ran = self.run(args);
-        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{args:?}: {ran:?}");
-        ran.stdout
-    }
-
-    /// The document of a command that succeeds.
-    #[track_caller]
-    fn json(&self, args: &[&str]) -> Value {
-        let ran = self.run(&[args, &["--json"]].concat());
-        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{args:?}: {ran:?}");
-        serde_json::from_str(&ran.stdout).unwrap_or_else(|error| panic!("{args:?}: {error}: {ran:?}"))
-    }
-
-    /// Runs with and without `--json`: the exit code is the same, the message whole in both, and stdout empty.
-    #[track_caller]
-    fn refused(&self, args: &[&str], code: i32, name: &str, parts: &[&str]) {
-        let plain = self.run(args);
-        assert_eq!((plain.code, plain.stdout.as_str()), (code, ""), "{args:?}: {plain:?}");
-        let json = self.run(&[args, &["--json"]].concat());
-        assert_eq!((json.code, json.stdout.as_str()), (code, ""), "{args:?}: {json:?}");
-        let error: Value = serde_json::from_str(&json.stderr).unwrap_or_else(|why| panic!("{why}: {json:?}"));
-        assert_eq!(error["error"]["code"], name, "{args:?}: {json:?}");
-        let message = error["error"]["message"].as_str().expect("a message");
-        for part in parts {
-            assert!(plain.stderr.contains(part) && message.contains(part), "'{part}' in {plain:?}, {json:?}");
-        }
-    }
-
-    /// Writes the first shipped rows and queries, and a graph of the rows.
-    fn graph(&self, rows: usize) {
-        self.json(&["data", "convert", "--rows", &rows.to_string(), &path("base.i8bin"), "base.i8bin"]);
-        self.json(&["data", "convert", "--rows", "200", &path("query.i8bin"), "query.i8bin"]);
-        let build = ["build", "base.i8bin", "--metric", "l2", "--m", "12", "--ef-construction", "80"];
-        let built = self.json(&[&build[..], &["--out", "words.graph"]].concat());
-        assert_eq!(built["vectors"], rows);
-    }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        if self.folder.path(".shine/cluster.json").exists() {
-            let down = self.run(&["down"]);
-            if !std::thread::panicking() {
-                assert_eq!(down.code, 0, "{down:?}");
-            }
-        }
-    }
-}
 
 fn path(name: &str) -> String {
     shipped(name).to_str().expect("UTF-8").to_owned()
@@ -136,11 +39,6 @@ fn pids(up: &Value) -> Vec<i32> {
 
 fn runs(pid: i32) -> bool {
     ProcessTimes::read(pid).is_ok()
-}
-
-fn ids(answer: &Value) -> Vec<u64> {
-    let hits = answer["hits"].as_array().expect("hits");
-    hits.iter().map(|hit| hit["id"].as_u64().expect("a number")).collect()
 }
 
 #[test]
@@ -192,7 +90,7 @@ fn a_cluster_stays_until_it_is_taken_down_and_comes_back_when_asked() {
         down["stopped"].as_array().expect("names").iter().filter_map(Value::as_str).collect();
     assert_eq!(stopped, names);
     assert!(!pids_of_first.iter().any(|pid| runs(*pid)), "a process is left");
-    assert!(!desk.folder.path(".shine").exists(), "files are left");
+    assert!(!desk.folder().path(".shine").exists(), "files are left");
     for _ in 0..2 {
         desk.refused(&["down"], 3, "not_up", &["no cluster in .shine"]);
         desk.refused(&["status"], 3, "not_up", &["no cluster in .shine", "shine up", "--oracles"]);
@@ -205,7 +103,7 @@ fn a_cluster_stays_until_it_is_taken_down_and_comes_back_when_asked() {
     }
     assert_eq!(desk.json(&["status", "--dir", "here"])["nodes"].as_array().map(Vec::len), Some(3));
     assert_eq!(desk.text(&["down", "--dir", "here"]), "stopped oracle-0, mn-0, cn-0\n");
-    assert!(!desk.folder.path("here").exists());
+    assert!(!desk.folder().path("here").exists());
 }
 
 #[test]
@@ -248,7 +146,7 @@ fn vectors_go_in_one_by_one_and_are_found() {
 
     // Rows 10 to 59 from a file; given again, only what is missing.
     let tail = base.slice(10..60).expect("these rows are there");
-    desk.folder.write("tail.i8bin", &tail).expect("written");
+    desk.folder().write("tail.i8bin", &tail).expect("written");
     let insert = ["insert", "-c", "few", "--file", "tail.i8bin", "--ids-from", "10"];
     let some = desk.json(&[&insert[..], &["--rows", "20"]].concat());
     assert_eq!((&some["inserted"], &some["existing"]), (&json!(20), &json!(0)));
@@ -472,17 +370,18 @@ fn what_does_not_fit_is_told_apart_from_what_the_cluster_refuses() {
     ]);
     let recall = ["recall", "-c", "words", "--queries", "query.i8bin", "--truth", "truth.ibin"];
     desk.refused(&recall, 2, "bad_input", &["truth.ibin", "the 400 vectors of 'words'"]);
-    let mut bytes = std::fs::read(desk.folder.path("words.graph")).expect("a graph file");
+    let mut bytes = std::fs::read(desk.folder().path("words.graph")).expect("a graph file");
     *bytes.last_mut().expect("bytes") ^= 1;
-    std::fs::write(desk.folder.path("bad.graph"), bytes).expect("written");
+    std::fs::write(desk.folder().path("bad.graph"), bytes).expect("written");
     desk.refused(&["load", "--graph", "bad.graph", "-c", "bad"], 2, "bad_input", &["bad.graph", "checksum"]);
     desk.refused(&["load", "--graph", "none.graph", "-c", "bad"], 2, "bad_input", &["none.graph"]);
 
-    // Refused by the cluster: another exit code than ours, and than silence.
     let create = ["collection", "create", "angles", "--dim", "3", "--metric", "cosine"];
     desk.json(&create);
     let zero = ["insert", "-c", "angles", "--id", "1", "--vector", "0,0,0"];
-    desk.refused(&zero, 6, "bad_request", &["squared norm", "cosine", "answered by cn-"]);
+    desk.refused(&zero, 2, "bad_input", &["--vector: ", "squared norm", "cosine", "'angles'"]);
+
+    // Refused by the cluster: another exit code than ours, and than silence.
     let create = |name: &str, dim: &str, parts: &[&str]| {
         desk.refused(
             &["collection", "create", name, "--dim", dim, "--metric", "l2"],
