@@ -136,7 +136,8 @@ fn give(
     let mut told: Vec<(String, Vec<&str>, Vec<String>)> = Vec::new();
     for (entry, line) in entries.iter().filter(|(entry, _)| only(entry)) {
         let line = line.replace("FILE", file);
-        let Refusal { exit, code, message } = guard.refuse(&line);
+        let Refusal { exit, code, message } = guard.only_refuse(&line);
+        guard.check_files(&line);
         let is_sim = entry.starts_with("shine-sim");
         assert_eq!((exit, code.as_str()), if is_sim { FAILED } else { BAD_INPUT }, "{line}: {message}");
         assert!(message.contains(file), "{line}: '{message}' does not name {file}");
@@ -151,6 +152,7 @@ fn give(
             None => told.push((message, vec![entry], vec![exit])),
         }
     }
+    guard.check_collections(file);
     let asked = entries.iter().filter(|(entry, _)| only(entry)).count();
     for (message, entries, exits) in told {
         let given = if entries.len() == asked && asked > 3 { "all".into() } else { entries.join(", ") };

@@ -102,7 +102,8 @@ impl<'a> Guard<'a> {
     #[track_caller]
     pub(crate) fn refuse(&self, line: &str) -> Refusal {
         let refusal = self.only_refuse(line);
-        self.check(line);
+        self.check_files(line);
+        self.check_collections(line);
         refusal
     }
 
@@ -125,11 +126,15 @@ impl<'a> Guard<'a> {
     }
 
     #[track_caller]
-    pub(crate) fn check(&self, line: &str) {
+    pub(crate) fn check_files(&self, line: &str) {
         let (now, before) = (self.desk.files(), &self.files);
         let names = |files: &BTreeMap<String, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
         assert_eq!(names(&now), names(before), "{line}: files came or went");
         assert!(now == *before, "{line}: a file was changed");
+    }
+
+    #[track_caller]
+    pub(crate) fn check_collections(&self, line: &str) {
         if let Some(collections) = &self.collections {
             assert_eq!(self.desk.collections(), *collections, "{line}");
         }

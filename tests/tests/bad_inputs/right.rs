@@ -31,7 +31,19 @@ impl Right<'_> {
 
 #[test]
 fn what_is_at_the_edge_is_taken() {
-    let (desk, _) = Desk::with_cluster();
+    let desk = Desk::new();
+    // Every collection takes a region of each memory node.
+    desk.json(&[
+        "up",
+        "--memory-nodes",
+        "2",
+        "--compute-nodes",
+        "1",
+        "--regions",
+        "8",
+        "--region-bytes",
+        "4MiB",
+    ]);
     let write = |name: &str, bytes: &[u8]| put(&desk, name, bytes);
     write("base.fbin", &rows(40, 4));
     write("query.fbin", &rows(5, 4));

@@ -213,7 +213,7 @@ fn a_compute_node_believes_no_client() {
         assert!(message.contains(name), "{input}: {message}");
         let code = serde_json::to_value(error.code()).expect("a name");
         let code = format!("`{}`", code.as_str().expect("a name"));
-        guard.check(request);
+        guard.check_collections(request);
         table.push(&[input, request, &code, &message, AS_BEFORE]);
     };
     let search = |collection: &str, k: u32, ef: u32, vector: Vec<u8>| {
