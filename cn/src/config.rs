@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use shine_common::config::{ConfigError, LISTEN_DEFAULT, Problems, merge, parse_addresses};
 use shine_common::metric::SimdLevel;
 
-use crate::http::{HttpConfig, Patience};
+use crate::http::{CONNECTIONS_MAX, HttpConfig, Patience};
 use crate::node::Limits;
 
 /// Most threads.
@@ -207,7 +207,7 @@ impl Options {
                      FILE, --http-key FILE and --http-api-key-file FILE, or listen on 127.0.0.1"
                 )
             });
-            HttpConfig { listen, tls, api_key_file, patience: Patience::default() }
+            HttpConfig { listen, tls, api_key_file, patience: Patience::default(), connections_max: CONNECTIONS_MAX }
         });
         problems.into_result()?;
         Ok(Config {

@@ -14,6 +14,7 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::log_limit::Limited;
 use crate::wire::Role;
 
 /// Address that processes listen on unless told otherwise: loopback, any port.
@@ -240,7 +241,8 @@ impl Problems {
 
 // ------------------------------------------------------------------------------------------------- process
 
-/// Sends logs to stderr, filtered by `filter` (a level, or targets with levels). Call once.
+/// Sends logs to stderr, filtered by `filter` (a level, or targets with levels), and bounded in their rate
+/// ([`crate::log_limit`]). Call once.
 ///
 /// # Errors
 /// If the filter is not one. A second call is without effect.
@@ -254,6 +256,7 @@ pub fn init_logs(filter: &str) -> Result<(), ConfigError> {
         .with_env_filter(parsed)
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
+        .map_event_format(Limited::new)
         .try_init();
     Ok(())
 }

@@ -8,6 +8,7 @@ pub mod dataset;
 pub mod graph_file;
 pub mod ids;
 pub mod layout;
+pub mod log_limit;
 pub mod metric;
 pub mod net;
 pub mod verbs;

@@ -3,6 +3,7 @@
 //! less data.
 
 pub mod faults;
+pub mod hostile;
 pub mod inserts;
 mod lanes;
 mod ledger;
@@ -40,6 +41,8 @@ pub enum Lane {
     Big,
     /// Processes killed and paused during a stream of queries
     Faults,
+    /// 10,000 hostile connections at every port while queries go on
+    Hostile,
     /// 20,000 rows inserted by 8 clients into 50,000; a compute node killed while it inserts
     Insert,
 }
@@ -52,6 +55,7 @@ impl Lane {
             Self::Ip => "ip",
             Self::Big => "big",
             Self::Faults => "faults",
+            Self::Hostile => "hostile",
             Self::Insert => "insert",
         }
     }
@@ -69,6 +73,7 @@ pub async fn run(args: ProveArgs) -> anyhow::Result<()> {
         Lane::Ip => lanes::ip(&mut ledger).await,
         Lane::Big => lanes::big(&mut ledger).await,
         Lane::Faults => lanes::faults(&mut ledger).await,
+        Lane::Hostile => lanes::hostile(&mut ledger).await,
         Lane::Insert => lanes::insert(&mut ledger).await,
     }?;
     for claim in &claims {

@@ -17,6 +17,8 @@ const BOUNDS_US: [u64; 12] =
 pub(super) struct Tally {
     /// Connections that are open.
     pub(super) connections: AtomicU64,
+    /// Connections that made room for others.
+    pub(super) evicted: Counter,
     /// Requests by the first digit of their status.
     by_class: [Counter; 6],
     /// Requests by their duration; the last class is open.
@@ -52,6 +54,7 @@ pub(super) fn text(status: &NodeStatus, tally: &Tally) -> String {
         }
     }
     page.single("http_connections", "gauge", tally.connections.load(Ordering::Relaxed));
+    page.single("http_connections_evicted_total", "counter", tally.evicted.get());
     page.is("http_requests_total", "counter");
     for (class, count) in tally.by_class.iter().enumerate().skip(1) {
         page.value("http_requests_total", &format!("{{status=\"{class}xx\"}}"), count.get());

@@ -14,7 +14,9 @@ mod metrics;
 mod patience;
 mod qdrant;
 mod routes;
+mod turn;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::net::SocketAddr;
@@ -22,10 +24,12 @@ use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use shine_common::net::tls::crypto_provider;
@@ -33,7 +37,7 @@ use shine_common::verbs::Verbs;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::task::{self, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
@@ -43,9 +47,12 @@ use tracing::{debug, info, warn};
 use crate::node::Node;
 use patience::Patient;
 use routes::App;
+use turn::Turn;
 
-/// Most connections; more wait to be accepted.
+/// Most connections, unless told otherwise.
 pub const CONNECTIONS_MAX: usize = 512;
+/// Shortest time for which a peer is waited for, also when others want its place.
+pub const PLACE_TIME_MIN: Duration = Duration::from_secs(1);
 /// Time for a TLS handshake.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
 /// Bytes that are read ahead of a connection, and so the most of a head.
@@ -68,6 +75,9 @@ pub struct HttpConfig {
     pub api_key_file: Option<PathBuf>,
     /// How long a peer is waited for.
     pub patience: Patience,
+    /// Most connections. One more takes the place of the one whose peer has been waited for longest, and waits until
+    /// there is such a one.
+    pub connections_max: usize,
 }
 
 /// How long a peer is waited for.
@@ -116,6 +126,7 @@ pub struct Http {
     tls: Option<TlsAcceptor>,
     api_key: Option<String>,
     patience: Patience,
+    connections_max: usize,
     url: String,
 }
 
@@ -141,7 +152,14 @@ impl Http {
         let (listener, addr) =
             bound.await.map_err(|source| HttpError::Bind { listen: config.listen, source })?;
         let scheme = if tls.is_some() { "https" } else { "http" };
-        Ok(Self { listener, tls, api_key, patience: config.patience, url: format!("{scheme}://{addr}") })
+        Ok(Self {
+            listener,
+            tls,
+            api_key,
+            patience: config.patience,
+            connections_max: config.connections_max,
+            url: format!("{scheme}://{addr}"),
+        })
     }
 
     /// Where it is called.
@@ -155,24 +173,51 @@ impl Http {
         let router = routes::router(Arc::clone(&app));
         let (close, closing) = watch::channel(false);
         let mut connections = JoinSet::new();
+        let mut turns: HashMap<task::Id, Arc<Turn>> = HashMap::new();
         let mut stop = pin!(stop);
         info!(url = self.url, "HTTP API");
         loop {
             app.tally.connections.store(connections.len() as u64, Ordering::Relaxed);
+            let is_full = connections.len() >= self.connections_max;
+            // Those that were asked to leave have no turn any more: one at a time.
+            let is_to_wait = is_full && turns.len() == connections.len();
+            let looks_again =
+                is_to_wait.then(|| longest_awaited(&turns).map_or_else(Instant::now, |(_, since)| since));
             let accepted = tokio::select! {
                 () = &mut stop => break,
-                Some(_) = connections.join_next() => continue,
-                accepted = self.listener.accept(), if connections.len() < CONNECTIONS_MAX => accepted,
+                Some(ended) = connections.join_next_with_id() => {
+                    turns.remove(&ended.map_or_else(|failed| failed.id(), |(id, ())| id));
+                    continue;
+                }
+                () = sleep_until(looks_again.map(|since| since + PLACE_TIME_MIN)) => {
+                    if let Some((id, since)) = longest_awaited(&turns)
+                        && since.elapsed() >= PLACE_TIME_MIN
+                        && let Some(turn) = turns.remove(&id)
+                    {
+                        turn.end();
+                        app.tally.evicted.add(1);
+                    }
+                    continue;
+                }
+                accepted = self.listener.accept(), if !is_full => accepted,
             };
             match accepted {
                 Ok((stream, peer)) => {
                     let (tls, router) = (self.tls.clone(), router.clone());
                     let (patience, closing) = (self.patience, closing.clone());
-                    connections.spawn(async move {
-                        if let Err(error) = connection(stream, tls, router, patience, closing).await {
+                    let turn = Arc::new(Turn::new());
+                    let served = connection(stream, tls, router, patience, closing, Arc::clone(&turn));
+                    let ends = Arc::clone(&turn);
+                    let task = connections.spawn(async move {
+                        let outcome = tokio::select! {
+                            outcome = served => outcome,
+                            () = ends.ended() => Err("another takes its place".into()),
+                        };
+                        if let Err(error) = outcome {
                             debug!(%peer, error, "HTTP connection ended");
                         }
                     });
+                    turns.insert(task.id(), turn);
                 }
                 Err(error) => {
                     warn!(%error, "accepting an HTTP connection");
@@ -188,20 +233,34 @@ impl Http {
     }
 }
 
+/// The connection whose peer has been waited for longest, with since when.
+fn longest_awaited(turns: &HashMap<task::Id, Arc<Turn>>) -> Option<(task::Id, Instant)> {
+    let awaited = turns.iter().filter_map(|(id, turn)| Some((*id, turn.peers_since()?)));
+    awaited.min_by_key(|(_, since)| *since)
+}
+
+async fn sleep_until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
 async fn connection(
     stream: TcpStream,
     tls: Option<TlsAcceptor>,
     router: Router,
     patience: Patience,
     closing: watch::Receiver<bool>,
+    turn: Arc<Turn>,
 ) -> Result<(), String> {
     // An answer that waits for a full segment would wait for the peer's next request.
     stream.set_nodelay(true).map_err(|error| error.to_string())?;
-    let stream = Patient::new(stream, patience.write);
+    let stream = Patient::new(stream, patience.write, Arc::clone(&turn));
     match tls {
-        None => exchange(stream, router, patience.head, closing).await,
+        None => exchange(stream, router, patience.head, closing, turn).await,
         Some(tls) => match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
-            Ok(Ok(stream)) => exchange(stream, router, patience.head, closing).await,
+            Ok(Ok(stream)) => exchange(stream, router, patience.head, closing, turn).await,
             Ok(Err(error)) => Err(format!("TLS: {error}")),
             Err(_) => Err("TLS: no handshake in time".into()),
         },
@@ -213,12 +272,24 @@ async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     router: Router,
     head_time: Duration,
     mut closing: watch::Receiver<bool>,
+    turn: Arc<Turn>,
 ) -> Result<(), String> {
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(|mut request: hyper::Request<Incoming>| {
+        turn.is_ours();
+        request.extensions_mut().insert(Arc::clone(&turn));
+        let (answering, turn) = (router.call(request), Arc::clone(&turn));
+        async move {
+            let answer = answering.await;
+            turn.is_peers();
+            answer
+        }
+    });
     let exchange = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(head_time)
         .max_buf_size(BUFFER_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(TokioIo::new(stream), service);
     let mut exchange = pin!(exchange);
     tokio::select! {
         ended = &mut exchange => return ended.map_err(|error| error.to_string()),

@@ -3,11 +3,14 @@
 use std::future::Future as _;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
+
+use super::turn::Turn;
 
 /// Fails with `TimedOut` once a write has waited for `limit`. Reads wait as long as they do: their caller bounds them.
 #[derive(Debug)]
@@ -15,11 +18,12 @@ pub(super) struct Patient<S> {
     inner: S,
     limit: Duration,
     waiting: Option<Pin<Box<Sleep>>>,
+    turn: Arc<Turn>,
 }
 
 impl<S> Patient<S> {
-    pub(super) fn new(inner: S, limit: Duration) -> Self {
-        Self { inner, limit, waiting: None }
+    pub(super) fn new(inner: S, limit: Duration, turn: Arc<Turn>) -> Self {
+        Self { inner, limit, waiting: None, turn }
     }
 
     fn wait<T>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
@@ -50,6 +54,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let outcome = Pin::new(&mut self.inner).poll_write(context, bytes);
+        if outcome.is_ready() {
+            self.turn.goes_on();
+        }
         self.wait(context, outcome)
     }
 
@@ -73,7 +80,7 @@ mod tests {
     #[tokio::test]
     async fn a_write_that_nobody_takes_ends() {
         let (near, mut far) = tokio::io::duplex(4);
-        let mut near = Patient::new(near, Duration::from_millis(50));
+        let mut near = Patient::new(near, Duration::from_millis(50), Arc::new(Turn::new()));
         near.write_all(b"1234").await.unwrap();
         let error = near.write_all(b"5").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

@@ -11,7 +11,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Request, State};
 use axum::http::uri::Authority;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -25,10 +25,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::metrics::{self, Tally};
 use super::qdrant::{self, Form, Id, Near, Point, Points, ScrollPage, Search};
+use super::turn::Turn;
 use crate::collection::Collection;
 use crate::node::Node;
 
-/// Most requests at once; one more is told to come again.
+/// Most requests that are worked on at once; one more is told to come again. One whose body is still on its way does
+/// not count: its sender would decide how long.
 const REQUESTS_MAX: usize = 256;
 /// Largest body, as in Qdrant.
 const BODY_BYTES_MAX: usize = 32 << 20;
@@ -50,7 +52,7 @@ pub(super) struct App<V> {
     node: Arc<Node<V>>,
     api_key: Option<String>,
     body_time: Duration,
-    requests: Semaphore,
+    requests: Arc<Semaphore>,
     memory: Arc<Semaphore>,
     pub(super) tally: Tally,
 }
@@ -102,10 +104,11 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// A body, and the room that it takes; kept until the request is done.
+/// A body, the room that it takes, and its place among those worked on; kept until the request is done.
 struct Received {
     bytes: Vec<u8>,
     _room: OwnedSemaphorePermit,
+    _running: OwnedSemaphorePermit,
 }
 
 impl<V: Verbs> App<V> {
@@ -114,7 +117,7 @@ impl<V: Verbs> App<V> {
             node,
             api_key,
             body_time,
-            requests: Semaphore::new(REQUESTS_MAX),
+            requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
             memory: Arc::new(Semaphore::new(MEMORY_KIB_MAX)),
             tally: Tally::default(),
         }
@@ -128,8 +131,19 @@ impl<V: Verbs> App<V> {
         })
     }
 
-    /// Reads a body, as far as it is allowed to go.
+    /// A place among the requests that are worked on.
+    fn begin(&self) -> Result<OwnedSemaphorePermit, Refusal> {
+        Arc::clone(&self.requests).try_acquire_owned().map_err(|_| {
+            let message = format!(
+                "{REQUESTS_MAX} requests run already, the most that may: try again, or another compute node"
+            );
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, message)
+        })
+    }
+
+    /// Reads a body, as far as it is allowed to go; then the request is one of those that are worked on.
     async fn receive(&self, request: Request) -> Result<Received, Refusal> {
+        let turn = request.extensions().get::<Arc<Turn>>().cloned();
         let too_large = || {
             let message =
                 format!("the body is too large: expected at most {BODY_BYTES_MAX} bytes; send it in parts");
@@ -156,14 +170,21 @@ impl<V: Verbs> App<V> {
             }
             Ok(())
         };
-        match tokio::time::timeout(self.body_time, all).await {
+        if let Some(turn) = &turn {
+            turn.is_peers();
+        }
+        let received = tokio::time::timeout(self.body_time, all).await;
+        if let Some(turn) = &turn {
+            turn.is_ours();
+        }
+        match received {
             Ok(outcome) => outcome?,
             Err(_) => {
                 let message = format!("the body did not arrive within {:?}", self.body_time);
                 return Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, message));
             }
         }
-        Ok(Received { bytes, _room: room })
+        Ok(Received { bytes, _room: room, _running: self.begin()? })
     }
 
     /// The answer in its envelope.
@@ -256,10 +277,7 @@ async fn guard<V: Verbs>(State(app): State<Arc<App<V>>>, request: Request, next:
     response
 }
 
-fn admit<'a, V>(
-    app: &'a App<V>,
-    request: &Request,
-) -> Result<Option<tokio::sync::SemaphorePermit<'a>>, Refusal> {
+fn admit<V: Verbs>(app: &App<V>, request: &Request) -> Result<Option<OwnedSemaphorePermit>, Refusal> {
     // Whoever watches over the process has no key, and asks when it is busy too.
     if matches!(request.uri().path(), "/livez" | "/readyz" | "/healthz") {
         return Ok(None);
@@ -268,15 +286,12 @@ fn admit<'a, V>(
         Some(key) => check_key(request, key)?,
         None => check_local(request)?,
     }
-    if request.uri().path() == "/metrics" {
+    // What has a body is counted once it is there.
+    let has_body = matches!(*request.method(), Method::POST | Method::PUT);
+    if request.uri().path() == "/metrics" || has_body {
         return Ok(None);
     }
-    app.requests.try_acquire().map(Some).map_err(|_| {
-        let message = format!(
-            "{REQUESTS_MAX} requests run already, the most that may: try again, or another compute node"
-        );
-        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, message)
-    })
+    app.begin().map(Some)
 }
 
 fn check_key(request: &Request, key: &str) -> Result<(), Refusal> {

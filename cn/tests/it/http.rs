@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use shine_cn::http::{Http, HttpConfig, Patience};
+use shine_cn::http::{CONNECTIONS_MAX, Http, HttpConfig, Patience};
 use shine_cn::node::Node;
 use shine_common::net::tls::{ClusterCa, crypto_provider};
 use shine_common::wire::Role;
@@ -46,6 +46,7 @@ fn plain() -> HttpConfig {
         tls: None,
         api_key_file: None,
         patience: Patience::default(),
+        connections_max: CONNECTIONS_MAX,
     }
 }
 
@@ -292,6 +293,7 @@ async fn with_a_certificate_and_a_key_both_are_asked_for() {
         tls: Some((certs.join("node.pem"), certs.join("node.key"))),
         api_key_file: Some(key_file.clone()),
         patience: Patience::default(),
+        connections_max: CONNECTIONS_MAX,
     };
     // What is wrong with a file is said with its name.
     for (content, part) in [(None, "api-key: "), (Some("short"), "expected 16 to 512 visible")] {
@@ -342,7 +344,37 @@ async fn a_head_and_a_body_that_never_come_to_an_end_are_given_up() {
 }
 
 #[tokio::test]
-async fn requests_at_once_and_heads_are_bounded() {
+async fn requests_at_once_are_bounded() {
+    let served = serve(&plain()).await;
+    let create = json!({ "vectors": { "size": 2, "distance": "Euclid", "datatype": "int8" } });
+    served.ok("PUT", "/collections/c", create).await;
+    let point = json!({ "points": [{ "id": 1, "vector": [1, 2] }] });
+    served.ok("PUT", "/collections/c/points?wait=true", point).await;
+    // Searches hang on memory nodes that hold their answers back.
+    let hosts = ["mn-0", "mn-1"].map(|name| served._cluster.hosts.host(name));
+    hosts.iter().for_each(|host| host.pause());
+    let ask = request("POST", "/collections/c/points/query?timeout=60", "", r#"{"query": [1, 2]}"#);
+    let mut waiting = Vec::new();
+    for _ in 0..256 {
+        let stream = TcpStream::connect(served.addr).await.unwrap();
+        let ask = ask.clone();
+        waiting.push(tokio::spawn(async move { exchange(stream, &ask).await }));
+    }
+    while !served.node.status().counters.contains(&("searches_running".to_owned(), 256)) {
+        tokio::task::yield_now().await;
+    }
+    served.refused("GET", "/collections", "", 503, "256 requests run already").await;
+    served.refused("POST", "/collections/c/points/count", "{}", 503, "256 requests run already").await;
+    assert_eq!(served.raw(&request("GET", "/livez", "", "")).await.0, 200);
+    hosts.iter().for_each(|host| host.resume());
+    for search in waiting {
+        let (status, text) = search.await.unwrap();
+        assert_eq!(status, 200, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_do_not_come_keep_nobody_out() {
     let served = serve(&plain()).await;
     let head = b"PUT /collections/c HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n";
     let mut waiting = Vec::new();
@@ -355,9 +387,39 @@ async fn requests_at_once_and_heads_are_bounded() {
         assert_eq!(&go_on, b"HTTP/1.1 100");
         waiting.push(stream);
     }
-    served.refused("GET", "/collections", "", 503, "256 requests run already").await;
+    assert_eq!(served.ok("GET", "/collections", json!(null)).await, json!({ "collections": [] }));
+}
+
+/// Patience is longer than the test: waiting for those who say nothing is no way out.
+#[tokio::test]
+async fn in_a_full_house_those_leave_who_keep_it_waiting() {
+    let long = Duration::from_secs(600);
+    let patience = Patience { head: long, body: long, write: long };
+    let served = serve(&HttpConfig { patience, connections_max: 3, ..plain() }).await;
+    // Silence from the start, half a head, half a body, silence after an answer: one place more than there are.
+    let half_body = "PUT /collections/c HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{";
+    let said = [
+        "",
+        "GET /collections HTTP/1.1\r\nhost: loc",
+        half_body,
+        "GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    ];
+    let mut waiting = Vec::new();
+    for bytes in said.iter().cycle().take(8) {
+        let mut stream = TcpStream::connect(served.addr).await.unwrap();
+        stream.write_all(bytes.as_bytes()).await.unwrap();
+        waiting.push(stream);
+    }
     assert_eq!(served.raw(&request("GET", "/livez", "", "")).await.0, 200);
-    drop(waiting);
+    // The first to come was the first to go.
+    let mut rest = Vec::new();
+    let _ = waiting.remove(0).read_to_end(&mut rest).await;
+    assert!(rest.is_empty());
+}
+
+#[tokio::test]
+async fn heads_are_bounded() {
+    let served = serve(&plain()).await;
     let long = format!("GET /livez HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "x".repeat(1 << 20));
     let (status, _) = served.raw(long.as_bytes()).await;
     assert!(status == 431 || status == 0, "{status}");

@@ -93,8 +93,10 @@ async fn replaced_records_do_not_crowd_out_the_live_ones() {
 async fn a_collection_whose_records_were_all_replaced_is_as_good_as_new() {
     const COUNT: usize = 300;
     let cluster = TestCluster::new(&Shape::default());
-    let shape = |name: &str| CollectionSpec { m: 6, ef_construction: 32, ..spec(name, DType::I8, Metric::L2, 8) };
-    let (fresh, worn) = (cluster.create(shape("fresh")).await.unwrap(), cluster.create(shape("worn")).await.unwrap());
+    let shape =
+        |name: &str| CollectionSpec { m: 6, ef_construction: 32, ..spec(name, DType::I8, Metric::L2, 8) };
+    let (fresh, worn) =
+        (cluster.create(shape("fresh")).await.unwrap(), cluster.create(shape("worn")).await.unwrap());
     for round in 0..10 {
         for (id, row) in rows(40 + round, COUNT, 8).iter().enumerate() {
             upsert(&worn, round, id as u64, row).await.unwrap();
@@ -111,7 +113,8 @@ async fn a_collection_whose_records_were_all_replaced_is_as_good_as_new() {
             let hits = query::search(collection, &near(query, 10, 32), soon()).await.unwrap().hits;
             assert_eq!(hits.len(), 10);
             let ids = hits.iter().map(|hit| hit.id);
-            *found += ids.filter(|id| near_ids.iter().any(|near| ExternalId::Num(*near as u64) == *id)).count();
+            *found +=
+                ids.filter(|id| near_ids.iter().any(|near| ExternalId::Num(*near as u64) == *id)).count();
         }
     }
     println!("of {} nearest: {found:?} in the fresh and the worn one", 10 * queries.len());

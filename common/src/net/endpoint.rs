@@ -11,6 +11,8 @@
 //! Invariant: a connection that leaves this module is mutually authenticated, and its [`PeerIdentity`] is the one in
 //! the peer's verified certificate.
 
+use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -30,8 +32,8 @@ use quinn::{
 };
 use rustls::pki_types::CertificateDer;
 use tokio::io::Interest;
-use tokio::sync::{Semaphore, mpsc};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 use tokio::time::Sleep;
 
 use super::shape::Link;
@@ -62,6 +64,8 @@ const SOCKET_BUFFER: usize = 32 << 20;
 const STREAMS_MAX: u32 = 1_024;
 /// Connections that wait to be accepted.
 const ACCEPT_QUEUE: usize = 256;
+/// Bytes of a peer's reason for closing that are kept.
+const REASON_BYTES_MAX: usize = 256;
 /// Time that [`Endpoint::close`] gives peers to hear of it.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
@@ -124,7 +128,7 @@ pub struct EndpointOptions {
     pub keep_alive: Duration,
     /// Longest handshake, in either role.
     pub handshake_timeout: Duration,
-    /// Handshakes of callers under way at once; more are refused.
+    /// Handshakes of callers under way at once; beyond, the oldest is given up.
     pub handshakes_max: usize,
     /// Whether others may connect.
     pub serves: bool,
@@ -376,21 +380,26 @@ pub fn why(error: &ConnectionError) -> String {
         },
         ConnectionError::ConnectionClosed(e) => match alert(e.error_code) {
             Some(alert) => {
-                format!("the peer refused us: {}", said(alert, &String::from_utf8_lossy(&e.reason)))
+                format!("the peer refused us: {}", said(alert, &peers_words(&e.reason)))
             }
             None if e.error_code == TransportErrorCode::CONNECTION_REFUSED => {
                 "the peer takes no connections now (it is stopping, or has too many)".into()
             }
-            None => format!("the peer closed: {e}"),
+            None => format!("the peer closed: {} {}", e.error_code, peers_words(&e.reason)),
         },
         ConnectionError::ApplicationClosed(e) => {
-            format!("the peer closed: {}", String::from_utf8_lossy(&e.reason))
+            format!("the peer closed: {}", peers_words(&e.reason))
         }
         ConnectionError::TimedOut => "nothing was heard from the peer".into(),
         ConnectionError::Reset => "the peer no longer knows the connection (it was restarted)".into(),
         ConnectionError::LocallyClosed => "it was closed on this side".into(),
         other => other.to_string(),
     }
+}
+
+/// What a peer gives as its reason, as far as it is worth keeping: it may be as long as a datagram.
+fn peers_words(reason: &[u8]) -> Cow<'_, str> {
+    String::from_utf8_lossy(&reason[..reason.len().min(REASON_BYTES_MAX)])
 }
 
 /// Whether a connection ended because one side did not accept the other's certificate or protocol.
@@ -462,20 +471,26 @@ async fn accept_all(
     options: EndpointOptions,
     accepted: mpsc::Sender<Accepted>,
 ) {
-    let slots = Arc::new(Semaphore::new(options.handshakes_max));
+    let most = options.handshakes_max.max(1);
     let mut handshakes = JoinSet::new();
+    // Those under way, the oldest first.
+    let mut order: VecDeque<AbortHandle> = VecDeque::new();
     while let Some(incoming) = quinn.accept().await {
         while handshakes.try_join_next().is_some() {}
-        let Ok(slot) = slots.clone().try_acquire_owned() else {
-            tracing::warn!(peer = %incoming.remote_address(), "too many handshakes at once, refused one");
-            incoming.refuse();
-            continue;
-        };
         // When crowded, callers first prove that they receive at their address: forged ones cannot.
-        let crowded = slots.available_permits() < options.handshakes_max / 2;
+        let crowded = handshakes.len() > most / 2;
         if crowded && incoming.may_retry() && !incoming.remote_address_validated() {
             let _ = incoming.retry();
             continue;
+        }
+        while handshakes.len() >= most {
+            // Who means it is done in a few round trips: the oldest is the likeliest to be stalling.
+            order.retain(|handshake| !handshake.is_finished());
+            if let Some(oldest) = order.pop_front() {
+                tracing::warn!(peer = %incoming.remote_address(), "too many handshakes at once, gave up the oldest");
+                oldest.abort();
+            }
+            let _ = handshakes.join_next().await;
         }
         let remote = incoming.remote_address();
         let config = match is_loopback(servers.profile, remote.ip()) {
@@ -483,8 +498,7 @@ async fn accept_all(
             false => servers.network.clone(),
         };
         let (accepted, limit) = (accepted.clone(), options.handshake_timeout);
-        handshakes.spawn(async move {
-            let _slot = slot;
+        let handshake = handshakes.spawn(async move {
             let shaken = tokio::time::timeout(limit, shake_hands(incoming, config)).await;
             match shaken.unwrap_or_else(|_| Err("it took too long".into())) {
                 Ok(caller) => match accepted.try_send(caller) {
@@ -498,6 +512,10 @@ async fn accept_all(
                 Err(why) => tracing::warn!(%remote, why, "handshake failed"),
             }
         });
+        if order.len() >= most {
+            order.retain(|handshake| !handshake.is_finished());
+        }
+        order.push_back(handshake);
     }
     handshakes.shutdown().await;
 }
@@ -981,6 +999,59 @@ mod tests {
         assert_eq!(&*peer.name, "proper");
         transfer(&called, &accepted, 1 << 20).await;
         relay_task.abort();
+    }
+
+    /// A relay that passes `datagrams` of a caller's to `to`, and all answers, and then no more.
+    async fn stalling_relay(to: SocketAddr, datagrams: usize) -> (SocketAddr, JoinHandle<()>) {
+        let (front, back) = (
+            tokio::net::UdpSocket::bind(any_port()).await.unwrap(),
+            tokio::net::UdpSocket::bind(any_port()).await.unwrap(),
+        );
+        let addr = front.local_addr().unwrap();
+        let passing = async move {
+            let (mut forth, mut answer) = (vec![0; 65_536], vec![0; 65_536]);
+            let (mut passed, mut caller) = (0, None);
+            while passed < datagrams {
+                tokio::select! {
+                    got = front.recv_from(&mut forth) => {
+                        let (len, from) = got.unwrap();
+                        back.send_to(&forth[..len], to).await.unwrap();
+                        (passed, caller) = (passed + 1, Some(from));
+                    }
+                    got = back.recv_from(&mut answer) => {
+                        let (len, _) = got.unwrap();
+                        front.send_to(&answer[..len], caller.unwrap()).await.unwrap();
+                    }
+                }
+            }
+        };
+        (addr, tokio::spawn(passing))
+    }
+
+    #[tokio::test]
+    async fn callers_that_stall_with_a_proven_address_do_not_keep_others_out() {
+        const MOST: usize = 4;
+        let ca = ClusterCa::ephemeral().unwrap();
+        // Longer than this test: waiting for them is no way out.
+        let patient = Duration::from_secs(600);
+        let options =
+            EndpointOptions { handshakes_max: MOST, handshake_timeout: patient, ..Default::default() };
+        let mn = endpoint_with(&ca, Role::Mn, "mn-0", options.clone());
+        let staller = endpoint_with(&ca, Role::Cn, "cn-0", options);
+        let mut stalling = Vec::new();
+        for turn in 0..2 * MOST {
+            // Once it is crowded, the first datagram is answered with a demand for proof, which the second gives.
+            let datagrams = if turn <= MOST / 2 { 1 } else { 2 };
+            let (relay, passing) = stalling_relay(mn.local_addr(), datagrams).await;
+            let staller = staller.clone();
+            stalling.push(tokio::spawn(async move { staller.connect(relay, Role::Mn, Alpn::Rpc).await }));
+            passing.await.unwrap();
+        }
+        let cn = endpoint(&ca, Role::Cn, "proper");
+        let (called, accepted) = tokio::join!(cn.connect(mn.local_addr(), Role::Mn, Alpn::Rpc), mn.accept());
+        called.unwrap();
+        assert_eq!(&*accepted.unwrap().1.name, "proper");
+        stalling.iter().for_each(JoinHandle::abort);
     }
 
     #[tokio::test]

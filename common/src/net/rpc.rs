@@ -11,7 +11,8 @@
 //! A call ends by its deadline, always. A caller that drops its call, or is gone, cancels the handler.
 //!
 //! Invariant: no body is read before its header was checked, no more than [`MESSAGE_MAX`] bytes are ever held for
-//! one, and memory for it grows with the bytes that have really come.
+//! one, memory for it grows with the bytes that have really come, and all requests that a process is being sent take no
+//! more than [`REQUESTS_KIB_MAX`] together.
 
 use std::fmt;
 use std::future::Future;
@@ -27,7 +28,7 @@ use rkyv::rancor;
 use rkyv::ser::allocator::ArenaHandle;
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::JoinSet;
 
 use super::endpoint::{self, Alpn, Endpoint, EndpointError, why};
@@ -44,6 +45,10 @@ const REQUEST_TIME_MAX: Duration = Duration::from_secs(10);
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(30);
 /// Room that is made for a body at once; beyond it, room follows the bytes.
 const BODY_STEP: usize = 64 << 10;
+/// Memory for requests that are on their way in, all callers together, in KiB; more are refused.
+const REQUESTS_KIB_MAX: usize = 256 << 10;
+const _: () = assert!(REQUESTS_KIB_MAX << 10 >= 16 * MESSAGE_MAX);
+static REQUESTS_ROOM: Semaphore = Semaphore::const_new(REQUESTS_KIB_MAX);
 
 /// A value that crosses the wire: anything that rkyv encodes and can validate.
 pub trait Message: Sized + Send + Sync + 'static {
@@ -143,11 +148,44 @@ enum ReceiveError {
     Frame(BadFrame),
     /// The stream ended before the frame did.
     Cut,
+    /// Too much is on its way in.
+    NoRoom,
     /// The peer gave the stream up, or the connection is gone.
     Lost(String),
 }
 
-async fn receive(stream: &mut RecvStream) -> Result<(Kind, Vec<u8>), ReceiveError> {
+/// Memory that is taken from a store as a body comes in, and given back with this.
+struct Room<'a> {
+    /// Without one there is no bound but the message's own.
+    store: Option<&'a Semaphore>,
+    taken: Option<SemaphorePermit<'a>>,
+    bytes: usize,
+}
+
+impl<'a> Room<'a> {
+    fn of(store: Option<&'a Semaphore>) -> Self {
+        Self { store, taken: None, bytes: 0 }
+    }
+
+    /// Makes sure that there is room for `bytes` in all.
+    fn reach(&mut self, bytes: usize) -> Result<(), ReceiveError> {
+        let Some(store) = self.store.filter(|_| bytes > self.bytes) else { return Ok(()) };
+        let kib = (bytes - self.bytes).div_ceil(1024);
+        let more = store.try_acquire_many(kib as u32).map_err(|_| ReceiveError::NoRoom)?;
+        match &mut self.taken {
+            Some(taken) => taken.merge(more),
+            None => self.taken = Some(more),
+        }
+        self.bytes += kib * 1024;
+        Ok(())
+    }
+}
+
+/// The next frame. Its body takes room in `store` while it comes in.
+async fn receive(
+    stream: &mut RecvStream,
+    store: Option<&Semaphore>,
+) -> Result<(Kind, Vec<u8>), ReceiveError> {
     let mut header = [0; HEADER_BYTES];
     let mut filled = 0;
     while filled < HEADER_BYTES {
@@ -159,10 +197,15 @@ async fn receive(stream: &mut RecvStream) -> Result<(Kind, Vec<u8>), ReceiveErro
     }
     let header = Header::decode(&header).map_err(ReceiveError::Frame)?;
     let length = header.length as usize;
+    let mut room = Room::of(store);
+    room.reach(length.min(BODY_STEP))?;
     let mut body = Vec::with_capacity(length.min(BODY_STEP));
     while body.len() < length {
         match stream.read_chunk(length - body.len(), true).await {
-            Ok(Some(chunk)) => body.extend_from_slice(&chunk.bytes),
+            Ok(Some(chunk)) => {
+                room.reach(body.len() + chunk.bytes.len())?;
+                body.extend_from_slice(&chunk.bytes);
+            }
             Ok(None) => return Err(ReceiveError::Cut),
             Err(e) => return Err(ReceiveError::Lost(read_error(&e))),
         }
@@ -207,6 +250,15 @@ pub trait Handler: Send + Sync + 'static {
 /// Serves one connection until it ends; at most [`CALLS_MAX`] calls at once. All handlers have ended when this
 /// returns.
 pub async fn serve<H: Handler>(connection: Connection, peer: PeerIdentity, handler: Arc<H>) {
+    serve_within(connection, peer, handler, &REQUESTS_ROOM).await;
+}
+
+async fn serve_within<H: Handler>(
+    connection: Connection,
+    peer: PeerIdentity,
+    handler: Arc<H>,
+    room: &'static Semaphore,
+) {
     let slots = Arc::new(Semaphore::new(CALLS_MAX));
     let mut calls = JoinSet::new();
     let ended = loop {
@@ -220,7 +272,7 @@ pub async fn serve<H: Handler>(connection: Connection, peer: PeerIdentity, handl
         }
         let (peer, handler) = (peer.clone(), handler.clone());
         calls.spawn(async move {
-            answer(&peer, &*handler, send, recv).await;
+            answer(&peer, &*handler, send, recv, room).await;
             drop(slot);
         });
     };
@@ -236,8 +288,14 @@ fn report_panic(peer: &PeerIdentity, done: Result<(), tokio::task::JoinError>) {
     }
 }
 
-async fn answer<H: Handler>(peer: &PeerIdentity, handler: &H, mut send: SendStream, mut recv: RecvStream) {
-    let request = match tokio::time::timeout(REQUEST_TIME_MAX, receive(&mut recv)).await {
+async fn answer<H: Handler>(
+    peer: &PeerIdentity,
+    handler: &H,
+    mut send: SendStream,
+    mut recv: RecvStream,
+    room: &Semaphore,
+) {
+    let request = match tokio::time::timeout(REQUEST_TIME_MAX, receive(&mut recv, Some(room))).await {
         Ok(request) => request,
         Err(_) => Err(ReceiveError::Lost("the request did not come to its end".into())),
     };
@@ -263,6 +321,11 @@ async fn answer<H: Handler>(peer: &PeerIdentity, handler: &H, mut send: SendStre
         Err(ReceiveError::Frame(bad)) => {
             tracing::warn!(%peer, %bad, "refused a call");
             Err(Fault::new(FaultCode::BadRequest, bad.to_string()))
+        }
+        Err(ReceiveError::NoRoom) => {
+            tracing::warn!(%peer, "too many large requests at once, refused one");
+            let message = "too many large requests at once: try again, or another node";
+            Err(Fault::new(FaultCode::Overloaded, message))
         }
         Err(ReceiveError::Cut) => Err(Fault::new(FaultCode::BadRequest, "the request was cut short")),
         Err(ReceiveError::Lost(why)) => {
@@ -507,7 +570,7 @@ impl<Req: Message, Resp: Message> RpcClient<Req, Resp> {
             Err(WriteError::ConnectionLost(e)) => return Err(broke(why(&e))),
             Err(other) => return Err(broke(other.to_string())),
         }
-        match receive(&mut recv).await {
+        match receive(&mut recv, None).await {
             Ok((Kind::Answer, body)) => Resp::from_wire(&body).map_err(|bad| sent(bad.to_string())),
             Ok((Kind::Fault, body)) => match Fault::from_wire(&body) {
                 Ok(fault) => Err(RpcError::Fault(fault)),
@@ -522,6 +585,7 @@ impl<Req: Message, Resp: Message> RpcClient<Req, Resp> {
             }),
             Err(ReceiveError::Frame(bad)) => Err(sent(bad.to_string())),
             Err(ReceiveError::Cut) => Err(broke("it ended without a whole answer".into())),
+            Err(ReceiveError::NoRoom) => unreachable!("answers are not received within a store"),
             Err(ReceiveError::Lost(why)) => Err(broke(why)),
         }
     }
@@ -587,6 +651,10 @@ mod tests {
     }
 
     async fn pair() -> Pair {
+        pair_within(&REQUESTS_ROOM).await
+    }
+
+    async fn pair_within(room: &'static Semaphore) -> Pair {
         let ca = ClusterCa::ephemeral().unwrap();
         let bind = |role, name| {
             let identity = ca.identity(role, name).unwrap();
@@ -598,7 +666,7 @@ mod tests {
         let accepting = server.clone();
         tokio::spawn(async move {
             let (connection, peer, _) = accepting.accept().await.unwrap();
-            serve(connection, peer, Arc::new(Echo { events: events_tx })).await;
+            serve_within(connection, peer, Arc::new(Echo { events: events_tx }), room).await;
             let _ = served_tx.send(());
         });
         let client = EchoClient::connect(&caller, server.local_addr(), Role::Oracle, soon()).await.unwrap();
@@ -643,6 +711,39 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn requests_that_do_not_come_to_their_end_take_no_more_than_their_room() {
+        static ROOM: Semaphore = Semaphore::const_new(1_024);
+        let pair = pair_within(&ROOM).await;
+        let header = Header { version: PROTOCOL_VERSION, kind: Kind::Request, length: 4 << 20 }.encode();
+        let mut stalling = Vec::new();
+        for _ in 0..8 {
+            let (mut send, recv) = pair.client.connection.open_bi().await.unwrap();
+            let sending = async {
+                let _ = send.write_all(&header).await;
+                // More than its share; it stops where it is refused.
+                let _ = send.write_all(&vec![0; 512 << 10]).await;
+            };
+            sending.await;
+            stalling.push((send, recv));
+        }
+        // One of them is told, so all room is taken.
+        let told = stalling.iter_mut().map(|(_, recv)| Box::pin(receive(recv, None)));
+        let (told, ..) = futures_util::future::select_all(told).await;
+        let Ok((Kind::Fault, body)) = told else { panic!("no fault: {told:?}") };
+        assert_eq!(Fault::from_wire(&body).unwrap().code, FaultCode::Overloaded);
+        drop(stalling);
+        // What they took is given back once they are gone; a caller is told to come again, and does.
+        let large = ("large enough".to_owned(), vec![5; 900 << 10]);
+        loop {
+            match pair.client.call(&large, soon()).await {
+                Ok(answer) => break assert_eq!(answer, large),
+                Err(RpcError::Fault(fault)) => assert_eq!(fault.code, FaultCode::Overloaded),
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    #[tokio::test]
     async fn a_deadline_ends_the_call_and_cancels_the_handler() {
         let mut pair = pair().await;
         let error =
@@ -666,7 +767,7 @@ mod tests {
         let (mut send, mut recv) = client.connection.open_bi().await.unwrap();
         let _ = send.write_all(bytes).await;
         let _ = send.finish();
-        receive(&mut recv).await
+        receive(&mut recv, None).await
     }
 
     #[tokio::test]

@@ -44,6 +44,11 @@ const MAGIC: u64 = u64::from_le_bytes(*b"SHINEVRB");
 const READ_ITEM_BYTES_MAX: usize = 2 + 5 + 10 + 3 + 8;
 /// Most bytes of one WRITE part, its data aside.
 const WRITE_PART_BYTES_MAX: usize = 2 + 10 + 7 + 4;
+/// Chunks of one frame that are kept as they come; of more, the last half of this number is copied together if they are
+/// small.
+const CHUNKS_MAX: usize = 64;
+/// Bytes of a chunk, on average, below which they are: a chunk may keep a whole datagram in memory.
+const CHUNK_BYTES_MIN: usize = 512;
 /// Most bytes of a text in a frame.
 const TEXT_BYTES_MAX: usize = 1024;
 
@@ -214,6 +219,7 @@ impl Assembler {
             }
         };
         if self.bytes < len {
+            self.compact();
             return Ok(None);
         }
         self.head = None;
@@ -233,6 +239,21 @@ impl Assembler {
         let len = bytes.checked_sub(HEADER_BYTES - 4).filter(|len| *len <= kind.body_max());
         let len = len.ok_or(FrameError::BadLength { bytes, kind: byte })?;
         Ok((kind, head.get_u32_le(), len))
+    }
+
+    /// Lets go of datagrams that a peer has sent for the sake of a few bytes each.
+    fn compact(&mut self) {
+        if self.chunks.len() <= CHUNKS_MAX {
+            return;
+        }
+        // From the end: what was copied together before is not copied again before as much has come.
+        let first = self.chunks.len() - CHUNKS_MAX / 2;
+        let bytes: usize = self.chunks.range(first..).map(Bytes::len).sum();
+        if bytes < CHUNKS_MAX / 2 * CHUNK_BYTES_MIN {
+            let mut whole = BytesMut::with_capacity(bytes);
+            self.chunks.drain(first..).for_each(|chunk| whole.put_slice(&chunk));
+            self.chunks.push_back(whole.freeze());
+        }
     }
 
     /// The next `len` bytes, which have come.
@@ -785,6 +806,28 @@ mod tests {
             }
         }
         Ok(frames)
+    }
+
+    /// A chunk keeps the datagram that it came in: a peer that sends large ones with a byte of a frame in each must not
+    /// make us keep them all.
+    #[test]
+    fn a_frame_that_comes_in_crumbs_keeps_few_chunks() {
+        const BYTES: usize = 100_000;
+        let mut whole = BytesMut::new();
+        put_message(&mut whole, Kind::Send, 1, &(0..BYTES).map(|at| at as u8).collect::<Vec<_>>());
+        let whole = whole.freeze();
+        for crumb in [1, 7, 500] {
+            let (mut assembler, mut rest) = (Assembler::default(), whole.clone());
+            let frame = loop {
+                assembler.push(rest.split_to(crumb.min(rest.len())));
+                if let Some(frame) = assembler.next_frame().unwrap() {
+                    break frame;
+                }
+                let most = CHUNKS_MAX + 1 + assembler.bytes / CHUNK_BYTES_MIN;
+                assert!(assembler.chunks.len() <= most, "{} chunks", assembler.chunks.len());
+            };
+            assert_eq!(frame.body, whole[HEADER_BYTES..]);
+        }
     }
 
     fn one(bytes: &[u8]) -> Frame {

@@ -13,6 +13,7 @@ use shine_common::metric::{DType, Metric};
 
 use super::Claim;
 use super::faults::{self, Size};
+use super::hostile::{self, Siege};
 use super::inserts::{self, CutOff, InsertSpec, Inserts};
 use super::ledger::Ledger;
 use super::same_ids::{SameIds, same_ids};
@@ -348,6 +349,25 @@ pub(super) async fn faults(ledger: &mut Ledger) -> anyhow::Result<Vec<Claim>> {
         ledger.step("memory node", faults::memory_node_killed(&graph, vectors, SIZE)).await?,
     ];
     Ok(held.into_iter().flat_map(|held| held.facts).map(|fact| Claim::new(true, fact)).collect())
+}
+
+pub(super) async fn hostile(ledger: &mut Ledger) -> anyhow::Result<Vec<Claim>> {
+    const SIZE: hostile::Size = hostile::Size { connections: 10_000, attackers: 16, askers: 2, seed: 1 };
+    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/glove100-50k");
+    let base = Vectors::open(shipped.join("base.i8bin"))?;
+    let vectors = rows(&Vectors::open_first(shipped.join("query.i8bin"), 200)?);
+    let spec = GraphSpec::native(Metric::L2);
+    let graph = graph_cache::find_or_build(&graph_cache::default_root(), &base, &spec).await?.file;
+    let siege: Siege = ledger.step("siege", hostile::besiege(&graph, vectors, SIZE)).await?;
+    println!("{}", siege.table());
+    let failures = Claim::new(
+        siege.failures.is_empty(),
+        format!("every query answered, with the ids of before; failures: {:?}", siege.failures),
+    );
+    let mut claims: Vec<_> = siege.facts().into_iter().map(|fact| Claim::new(true, fact)).collect();
+    claims.push(failures);
+    claims.extend(siege.complaints().into_iter().map(|complaint| Claim::new(false, complaint)));
+    Ok(claims)
 }
 
 pub(super) async fn insert(ledger: &mut Ledger) -> anyhow::Result<Vec<Claim>> {
