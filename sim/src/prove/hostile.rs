@@ -293,6 +293,14 @@ pub async fn besiege(graph: &GraphFile, vectors: Vec<Vec<u8>>, size: Size) -> an
         }
         watched.all_run(&stage)?;
     }
+    // However quick the attack was, each compute node has answered since it began.
+    let nodes = stage.cluster.names(Role::Cn).len();
+    while seen.failures.is_empty() && (seen.queries.len() < nodes || seen.http_queries.len() < nodes) {
+        tokio::select! {
+            outcome = stream.next() => seen.take(&outcome?.result),
+            outcome = by_http.next() => seen.take_http(outcome?),
+        }
+    }
     let seconds = started.elapsed().as_secs_f64();
     // A newcomer is served at once, while what was left open is still open.
     let newcomer = stage.client().await.context("a fresh client after the attack")?;

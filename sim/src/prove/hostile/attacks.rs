@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use quinn::congestion::CubicConfig;
 use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{
     ClientConfig, Connection, ConnectionError, EndpointConfig, RecvStream, SendStream, TransportConfig,
@@ -423,8 +424,12 @@ fn end_of(error: &ConnectionError) -> String {
 /// Tuned as a member's connection on loopback: the server answers with datagrams of that size.
 fn quic(tls: rustls::ClientConfig) -> anyhow::Result<ClientConfig> {
     let mut config = ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls)?));
+    // With a window below the datagram's size nothing would ever leave.
+    let mut congestion = CubicConfig::default();
+    congestion.initial_window(1 << 20);
     let mut transport = TransportConfig::default();
     transport
+        .congestion_controller_factory(Arc::new(congestion))
         .initial_mtu(60_000)
         .min_mtu(16_000)
         .mtu_discovery_config(None)
