@@ -44,7 +44,7 @@ const HTTP_QUERIES: usize = 16;
 const FAILURES_MAX: usize = 8;
 /// Most connections that are left open at one place of the attack at a time, QUIC and HTTP (a port of it has two, and
 /// 512 connections); older ones are dropped.
-const HELD_MAX: [usize; 2] = [96, 300];
+const HELD_MAX: [usize; 2] = [64, 300];
 /// Open files of this process that are not connections left open.
 const FILES_BESIDE: usize = 300;
 

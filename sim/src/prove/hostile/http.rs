@@ -49,7 +49,7 @@ pub(super) fn statuses(bytes: &[u8]) -> String {
 pub(super) async fn points_near(addr: SocketAddr, collection: &str, body: &str) -> Result<String, String> {
     let mut stream = TcpStream::connect(addr).await.map_err(|error| error.to_string())?;
     let request = format!(
-        "POST /collections/{collection}/points/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+        "POST /collections/{collection}/points/query?timeout=60 HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
          connection: close\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     );
