@@ -248,7 +248,7 @@ impl Arms {
                 let mut streams = Vec::with_capacity(STREAMS);
                 for _ in 0..STREAMS {
                     let (mut send, recv) = connection.open_bi().await.map_err(|error| end_of(&error))?;
-                    send.write_all(&[b'S']).await.map_err(said)?;
+                    send.write_all(b"S").await.map_err(said)?;
                     streams.push((send, recv));
                 }
                 let held = Held::Quic { _connection: connection, _streams: streams };
