@@ -216,7 +216,8 @@ impl<V: Verbs> Load<V> {
         let collection = Collection::create(fabric, catalogue, spec, options, deadline).await?;
         let begun = async {
             let rooms = allocate(&collection, nodes, upper_slots, deadline).await?;
-            let load = Self::new(&collection, source, rooms, (0, 0), BTreeMap::new(), NO_SESSION, deadline).await?;
+            let load =
+                Self::new(&collection, source, rooms, (0, 0), BTreeMap::new(), NO_SESSION, deadline).await?;
             let mut set = WriteSet::new();
             set.push_word(collection.home_at(at_home::LOAD_FILE), file);
             collection.write(&set, deadline, &mut Cost::default()).await?;
@@ -907,7 +908,8 @@ impl<V: Verbs> Loads<V> {
         let of_it = running.iter().find(|(_, load)| load.collection.id() == collection);
         if let Some((number, load)) = of_it.map(|(number, load)| (*number, Arc::clone(load))) {
             if !load.retire() {
-                let message = format!("a piece of the load into '{}' is being written", load.collection.name());
+                let message =
+                    format!("a piece of the load into '{}' is being written", load.collection.name());
                 return Err(Fault::new(FaultCode::Overloaded, message));
             }
             running.remove(&number);

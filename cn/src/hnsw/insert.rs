@@ -41,8 +41,12 @@ use crate::reader::{Reader, VectorStore, parse_list};
 /// Attempts on a state change whose outcome is in doubt.
 const SETTLE_MAX: u32 = 4;
 
-/// Attempts on a list that changes meanwhile.
-const SPLICE_MAX: u32 = 4;
+/// How much wider than ef_construction a beam may become to see past copies of one vector.
+const COPIES_BEAM: usize = 16;
+/// Copies of its own vector that a node's list takes in; more hang behind these.
+const COPIES_MAX: usize = 2;
+/// Attempts to be entered in lists that change meanwhile.
+const SPLICE_MAX: usize = 32;
 
 /// Time after the deadline in which the insert itself may still say what kept it.
 const ANSWER_GRACE: Duration = Duration::from_millis(20);
@@ -384,9 +388,17 @@ impl<V: Verbs> Insert<V> {
             drop(scratch);
             self.find_dead(&levels).await?;
             let live = |found: &[Candidate]| found.iter().filter(|c| !self.dead.contains(&c.node())).count();
-            // A beam that is full, with too few live ones, is crowded by dead ones: a wider one sees past them.
+            // A full beam may be crowded by dead ones, or by copies of one vector, which are all at one distance and lead
+            // nowhere else: a wider one sees past them. A copy itself just joins them.
+            let is_crowded = |found: &[Candidate]| {
+                let distances = || found.chunk_by(|a, b| a.distance() == b.distance()).count();
+                let is_crowd = ef < COPIES_BEAM * params.ef_construction as usize
+                    && distances() < m
+                    && !found.iter().any(|candidate| self.is_copy(candidate.node()));
+                found.len() >= ef && (live(found) < m || is_crowd)
+            };
             let beam_max = EF_MAX as usize;
-            if ef < beam_max && levels.iter().any(|(_, found)| found.len() >= ef && live(found) < m) {
+            if ef < beam_max && levels.iter().any(|(_, found)| is_crowded(found)) {
                 ef = (ef * BEAM_GROWTH).min(beam_max);
                 continue;
             }
@@ -410,15 +422,27 @@ impl<V: Verbs> Insert<V> {
         Ok(())
     }
 
-    /// The live ones of `found`, nearest first. Where they are too few, dead ones are among them, nearest first, so that
-    /// the new node is linked at all; too few are all taken, so these do not crowd out any.
+    /// The live ones of `found`, nearest first, and of those with the same vector the first. Where they are too few, dead
+    /// ones are among them, nearest first, so that the new node is linked at all; too few are all taken, so these do not
+    /// crowd out any.
     fn candidates(&self, found: &[Candidate]) -> Vec<Candidate> {
         let (dead, mut candidates): (Vec<_>, Vec<_>) =
             found.iter().copied().partition(|candidate| self.dead.contains(&candidate.node()));
+        let mut copies = 0;
+        candidates.retain(|candidate| {
+            let is_copy = self.is_copy(candidate.node());
+            copies += u32::from(is_copy);
+            !is_copy || copies == 1
+        });
         let missing = (self.collection.params().m as usize - 1).saturating_sub(candidates.len());
         candidates.extend(dead.into_iter().take(missing));
         candidates.sort_unstable();
         candidates
+    }
+
+    /// Whether it is known to have the very same vector.
+    fn is_copy(&self, node: NodeId) -> bool {
+        self.met.get(node).is_some_and(|vector| vector == self.vector)
     }
 
     /// Chooses the neighbours on every level and writes the new node's own lists. Nobody can reach them yet, so they need
@@ -479,63 +503,75 @@ impl<V: Verbs> Insert<V> {
         if let Some(fault) = failed {
             return Err(fault);
         }
-        match backlinks.iter().find(|link| link.level == 0) {
-            Some(nearest) if !is_reached => self.splice(slot.node, *nearest).await,
-            _ => Ok(()),
-        }
+        if is_reached { Ok(()) } else { self.splice(slot.node, backlinks).await }
     }
 
-    /// Puts the new node, which no list on level 0 took in, where its nearest neighbour's list ends, and what was there
-    /// behind the new node: so it is reached, and nothing that was reached is lost. Among equal vectors no list takes in
-    /// another one once it is full.
-    async fn splice(&mut self, node: NodeId, nearest: Backlink) -> Result<(), Fault> {
+    /// Puts the new node, which no list on level 0 took in, in the place of another one in a neighbour's list, and that one
+    /// behind the new node: so it is reached, and nothing that was reached is lost. Equal vectors come to hang behind the
+    /// first of them in this way, like beads, rather than to fill each other's lists until these lead nowhere else.
+    async fn splice(&mut self, node: NodeId, backlinks: &[Backlink]) -> Result<(), Fault> {
         let own = Backlink { level: 0, node, upper: 0 };
-        for _ in 0..SPLICE_MAX {
+        // One after another, since those that are equal to it are asked by everybody.
+        for neighbour in backlinks.iter().filter(|link| link.level == 0).cycle().take(SPLICE_MAX) {
             let mut reader = Reader::new(&self.collection, self.reader.deadline);
-            let spliced = self.splice_once(&mut reader, own, nearest).await;
+            let spliced = self.splice_into(&mut reader, own, *neighbour).await;
             self.reader.cost.merge(reader.cost);
             if spliced? {
                 return Ok(());
             }
         }
-        debug!(%node, "its nearest neighbour's list changes faster than it can be entered");
+        debug!(%node, "its neighbours' lists change faster than they can be entered");
         Ok(())
     }
 
-    /// One try; `false` if the neighbour's list changed meanwhile. One lock at a time is held.
-    async fn splice_once(
+    /// One try; `false` if the neighbour's list changed meanwhile, or there is no room for what ends it. One lock at a
+    /// time is held.
+    async fn splice_into(
         &self,
         reader: &mut Reader<V>,
         own: Backlink,
-        nearest: Backlink,
+        neighbour: Backlink,
     ) -> Result<bool, Fault> {
         let room = self.room(0);
         let mut gather = Gather::new();
-        reader.lists(&[nearest.list()], &mut gather).await?;
+        reader.lists(&[neighbour.list()], &mut gather).await?;
         let view = parse_list(0, gather.get(0)).expect("checked by `lists`");
-        let last = entries(0, view).last().copied();
-        if let Some(last) = last {
+        let seen = entries(0, view);
+        // Preferably a copy; where lists have room, nobody has to give way.
+        let of_copy = seen.iter().rfind(|(other, _)| self.is_copy(*other));
+        let is_copy = self.is_copy(neighbour.node);
+        let gives_way = of_copy.filter(|_| is_copy).or(seen.last().filter(|_| seen.len() >= room)).copied();
+        if let Some(last) = gives_way {
             let mut list = self.lock_list(reader, own).await?;
-            if list.entries.len() < room && !list.entries.contains(&last) && last.0 != own.node {
+            let is_there = last.0 == own.node || list.entries.contains(&last);
+            if is_there || list.entries.len() >= room {
+                list.guard.release(&mut reader.cost).await?;
+                if !is_there {
+                    return Ok(false);
+                }
+            } else {
                 list.entries.push(last);
                 list.store(reader).await?;
-            } else {
-                list.guard.release(&mut reader.cost).await?;
             }
         }
-        let mut list = self.lock_list(reader, nearest).await?;
+        let mut list = self.lock_list(reader, neighbour).await?;
         if list.entries.iter().any(|(other, _)| *other == own.node) {
             list.guard.release(&mut reader.cost).await?;
             return Ok(true);
         }
-        if list.entries.len() >= room {
-            if list.entries.last().copied() != last {
-                list.guard.release(&mut reader.cost).await?;
-                return Ok(false);
-            }
-            list.entries.pop();
+        let place = match gives_way {
+            Some(other) => list.entries.iter().position(|entry| *entry == other),
+            None => (list.entries.len() < room).then_some(list.entries.len()),
+        };
+        let Some(place) = place else {
+            list.guard.release(&mut reader.cost).await?;
+            return Ok(false);
+        };
+        if place == list.entries.len() {
+            list.entries.push((own.node, 0));
+        } else {
+            list.entries[place] = (own.node, 0);
         }
-        list.entries.push((own.node, 0));
         list.store(reader).await?;
         Ok(true)
     }
@@ -603,6 +639,13 @@ impl<V: Verbs> Insert<V> {
         if entries.iter().any(|(other, _)| *other == node) {
             list.guard.release(&mut reader.cost).await?;
             return Ok((reader.cost, link.level == 0));
+        }
+        // A full list of copies would let go of one, and of all that hang behind it.
+        let beads = entries.iter().filter(|(other, _)| self.is_copy(*other)).count();
+        let is_closed = beads >= COPIES_MAX || entries.len() >= self.room(link.level);
+        if link.level == 0 && is_closed && self.is_copy(link.node) {
+            list.guard.release(&mut reader.cost).await?;
+            return Ok((reader.cost, false));
         }
         entries.push((node, upper));
         let room = self.room(link.level);

@@ -404,8 +404,14 @@ async fn a_load_that_never_came_to_its_file_begins_anew() {
     let mut other = spec("h", DType::I8, Metric::L2, 20);
     cluster.create(other.clone()).await.unwrap();
     other.loading = true;
-    let request =
-        CnRequest::LoadBegin { spec: other, nodes: 90, upper_slots: 0, replace: false, file: FILE, resume: true };
+    let request = CnRequest::LoadBegin {
+        spec: other,
+        nodes: 90,
+        upper_slots: 0,
+        replace: false,
+        file: FILE,
+        resume: true,
+    };
     assert_eq!(loader.handle(Role::Admin, request).await.unwrap_err().code, FaultCode::CollectionExists);
 }
 
@@ -424,8 +430,14 @@ async fn a_load_whose_node_was_killed_anywhere_goes_on_through_another() {
         control.allow(verbs);
         let spec = spec("g", DType::I8, Metric::L2, 20);
         let (file, resume_it) = (FILE, false);
-        let request =
-            CnRequest::LoadBegin { spec, nodes: 120, upper_slots: slots, replace: false, file, resume: resume_it };
+        let request = CnRequest::LoadBegin {
+            spec,
+            nodes: 120,
+            upper_slots: slots,
+            replace: false,
+            file,
+            resume: resume_it,
+        };
         if let Ok(CnResponse::Loading { load, .. }) = victim.handle(Role::Admin, request).await {
             let requests = [
                 nodes_piece(load, &graph, 0..40, Vec::new()),
