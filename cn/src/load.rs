@@ -187,7 +187,7 @@ pub struct Source {
 #[derive(Debug)]
 pub enum Resumed<V> {
     /// The rest of the file.
-    Rest(Load<V>),
+    Rest(Arc<Load<V>>),
     /// Nothing: all of it is loaded.
     Whole,
     /// Everything: memory for it was not taken. The collection is to be made anew.
@@ -290,7 +290,7 @@ impl<V: Verbs> Load<V> {
         let tall = read_tall(&collection, done.0, deadline).await?;
         let load = Self::new(&collection, source, rooms, done, tall, loader, deadline).await?;
         info!(collection = collection.name(), nodes = done.0, upper_lists = done.1, "load resumed");
-        Ok(Resumed::Rest(load))
+        Ok(Resumed::Rest(Arc::new(load)))
     }
 
     /// A load of which the first nodes and upper lists are `done`. Its regions then name this node's sessions; of several

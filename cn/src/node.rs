@@ -678,7 +678,7 @@ impl<V: Verbs> Node<V> {
         self.loads.retire(entry.id)?;
         let (fabric, catalogue) = (Arc::clone(&self.fabric), Arc::clone(&self.catalogue));
         match Load::resume(fabric, catalogue, &entry, source, self.options, deadline).await? {
-            Resumed::Rest(load) => self.loading(&Arc::new(load)),
+            Resumed::Rest(load) => self.loading(&load),
             Resumed::Whole => Ok(CnResponse::Done),
             Resumed::Nothing => self.load_begin(spec, source, true, deadline).await,
         }

@@ -12,7 +12,7 @@
 //!
 //! Invariant: no body is read before its header was checked, no more than [`MESSAGE_MAX`] bytes are ever held for
 //! one, memory for it grows with the bytes that have really come, and all requests that a process is being sent take no
-//! more than [`REQUESTS_KIB_MAX`] together.
+//! more than `REQUESTS_KIB_MAX` together.
 
 use std::fmt;
 use std::future::Future;
